@@ -78,7 +78,7 @@ class Job:
         return status.samples_done if status is not None else 0
 
     def safe(self) -> bool:
-        """Whether every bucket survives as many lost ps as the parity promises, and nothing is on its way."""
+        """Whether every partition survives as many lost ps as the parity promises, and nothing is on its way."""
         status = self.status()
         if status is None or status.protection is None:
             return False

@@ -112,7 +112,7 @@ class PsJob(Job):
 
 class History(msgspec.Struct):
     """By the journal, times in seconds since 1970. ``decisions``: all that were said, with the member's name;
-    ``owned``: by how many buckets ps:0 has, from when on."""
+    ``owned``: by how many partitions ps:0 has, from when on."""
 
     decisions: list[tuple[float, str, Decision]] = []
     owned: list[tuple[float, int]] = []
@@ -122,12 +122,12 @@ class History(msgspec.Struct):
         return [at for at, who, why in self.decisions if (who, why.action) == (member, action) and at >= begin]
 
     def moved(self, plan_at: float) -> float:
-        """When the last bucket of this plan had changed hands (of ps:0's): before the next plan, nan: none did."""
+        """When the last partition of this plan had changed hands (of ps:0's): before the next plan, nan: none did."""
         plans = [at for at, _, why in self.decisions if "plan" in why.inputs and at > plan_at]
         until = min(plans, default=float("inf"))
         return max((at for at, _ in self.owned if plan_at <= at < until), default=float("nan"))
 
-    def buckets(self, at: float) -> int:
+    def partitions(self, at: float) -> int:
         """Of ps:0, then."""
         return next((n for since, n in reversed(self.owned) if since <= at), 0)
 

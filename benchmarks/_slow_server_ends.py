@@ -1,16 +1,16 @@
-"""How it ends with a slow ps: it is well again and gets its buckets back, or another process takes its place.
+"""How it ends with a slow ps: it is well again and gets its partitions back, or another process takes its place.
 
 ``back`` (case ``half``): ps:0 is s times slower for 0.35 of the samples, then well. ``restart`` (case ``full``, where
 workers wait for rows): it is s times slower for good, and nothing but another process is faster; the policy is
 ``nondedicated`` that takes a restart for 3 s (``twins/restart_soon.py``), since the job is short; without protection
 (``off``) and with ``--parity 1+1``.
 
-Times in seconds, windows of the policy being 2 s. ``to_moved_s``: from the slowdown until the buckets of the first plan
-had changed hands, ``to_back_s``: the same from its end; ``to_restart_s``: until the plan, ``restart_s``: from there
-until the new process had its share. Throughput as a part of the same run's while nobody was slow: ``.before`` anything
-was done, ``.moved``: with its buckets divided, ``.after`` it was well, or replaced. ``.gap_s``: the longest time
-between two batches of a worker, from the plan until 2 s after its last bucket; ``.gap_healthy_s``: while nobody was
-slow.
+Times in seconds, windows of the policy being 2 s. ``to_moved_s``: from the slowdown until the partitions of the first
+plan had changed hands, ``to_back_s``: the same from its end; ``to_restart_s``: until the plan, ``restart_s``: from
+there until the new process had its share. Throughput as a part of the same run's while nobody was slow: ``.before``
+anything was done, ``.moved``: with its partitions divided, ``.after`` it was well, or replaced. ``.gap_s``: the longest
+time between two batches of a worker, from the plan until 2 s after its last partition; ``.gap_healthy_s``: while nobody
+was slow.
 ``.plans``: plans after it was well, or replaced (more than one: to and fro). Each run audited.
 """
 
@@ -80,9 +80,9 @@ def _back(s: float, part: Part) -> Figures:
         "before": rate(done, slow, moves[0] - began if moves else well) / healthy,
         "moved": rate(done, settled + WINDOW_S, well) / healthy,
         "after": rate(done, back - began + WINDOW_S if backs else well, end) / healthy,
-        "buckets_healthy": said.buckets(slow_at),
-        "buckets_moved": said.buckets(well_at),
-        "buckets_after": said.buckets(began + end),
+        "buckets_healthy": said.partitions(slow_at),
+        "buckets_moved": said.partitions(well_at),
+        "buckets_after": said.partitions(began + end),
         "gap_s": max(_gap(done, at - began, said.moved(at) - began + WINDOW_S) for at in moves + backs),
         "gap_healthy_s": _gap(done, 0.3 * slow, slow),
         "plans": len(said.when("relieve the ps", well_at)) + len(backs),
@@ -108,8 +108,8 @@ def _restart(s: float, parity: str, part: Part) -> Figures:
         "before": rate(done, slow, moves[0] - began if moves else end) / healthy,
         "moved": rate(done, said.moved(moves[0]) - began, plan - began) / healthy if moves and plans else nan,
         "after": rate(done, has_all - began + WINDOW_S, end) / healthy if plans else nan,
-        "buckets_moved": said.buckets(plan - 0.001) if plans else -1,
-        "buckets_after": said.buckets(began + end),
+        "buckets_moved": said.partitions(plan - 0.001) if plans else -1,
+        "buckets_after": said.partitions(began + end),
         "gap_s": _gap(done, plan - began, has_all - began + WINDOW_S) if plans else nan,
         "gap_healthy_s": _gap(done, 0.3 * slow, slow),
         "plans": len(later),

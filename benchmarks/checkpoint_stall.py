@@ -1,13 +1,13 @@
 """What pushes feel of a checkpoint: longest stall, added time, bytes of bases and increments, time to restore.
 
-One ps's store and its image writer in one process, as in a ps: a thread pulls and pushes every STEP_S (a batch: 2,048
-samples of 8 Zipf ids each, dim 16, Adagrad, in 64 buckets), while another writes images to a local directory. Sides in
-turns: no checkpoint (twice: ``.aa`` is what the second seems to add), a base, a base written no faster than THROTTLE,
-an increment 100 and 3,000 batches (1 s and 30 s of this traffic) after a base. ``stall``: the longest pull-and-push of
-a side; the machine's own hiccups are in the side
-without a checkpoint. ``added_of_step``: how much longer pulls and pushes take on average while images are written, of
-STEP_S. ``added_of_time``: all that a checkpoint costs the pushing thread, spread over the 30 s to the next one. Rows
-came into the table in the order in which Zipf traffic brings them. Restoring is loading all buckets (base and
+One ps's store and its snapshot writer in one process, as in a ps: a thread pulls and pushes every STEP_S (a batch:
+2,048 samples of 8 Zipf ids each, dim 16, Adagrad, in 64 partitions), while another writes snapshots to a local
+directory. Sides in turns: no checkpoint (twice: ``.aa`` is what the second seems to add), a base, a base written no
+faster than THROTTLE, an increment 100 and 3,000 batches (1 s and 30 s of this traffic) after a base. ``stall``: the
+longest pull-and-push of a side; the machine's own hiccups are in the side
+without a checkpoint. ``added_of_step``: how much longer pulls and pushes take on average while snapshots are written,
+of STEP_S. ``added_of_time``: all that a checkpoint costs the pushing thread, spread over the 30 s to the next one. Rows
+came into the table in the order in which Zipf traffic brings them. Restoring is loading all partitions (base and
 increment) with all checks.
 """
 
@@ -25,22 +25,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks._measure import Result, each_round, median, say, spread
-from everstep.brain.events import ImagesWritten
-from everstep.ids import BucketId
-from everstep.model.image import BucketImage
+from everstep.brain.events import SnapshotsWritten
+from everstep.ids import PartitionId
+from everstep.model.snapshot import PartitionSnapshot
 from everstep.model.table import OptimizerKind, OptimizerSpec, TableSpec
 from everstep.native import Store, unique_route
-from everstep.protect.images import ImageWriter
-from everstep.protect.restore import load_bucket
+from everstep.protect.restore import load_partition
+from everstep.protect.snapshots import SnapshotWriter
 
-BUCKETS, DIM, BATCH, SLOTS = 64, 16, 2048, 8
+PARTITIONS, DIM, BATCH, SLOTS = 64, 16, 2048, 8
 ZIPF = 1.2
 STEP_S = 0.01
 EVERY_S = 30.0
 INCREMENTS = {"increment_100": 100, "increment_3000": 3000}  # batches since the base
 THROTTLE = 100e6  # bytes/s
 TABLE = TableSpec("items", DIM, OptimizerSpec(OptimizerKind.ADAGRAD, 0.05))
-RANKS = np.zeros(BUCKETS, np.int32)
+RANKS = np.zeros(PARTITIONS, np.int32)
 
 
 class Pusher:
@@ -56,14 +56,14 @@ class Pusher:
         self.batches = []
         for _ in range(400):
             ranks = np.searchsorted(steps, rng.random(BATCH * SLOTS)).clip(max=rows - 1)
-            keys, _, _ = unique_route(came[ranks], BUCKETS, TABLE.id, RANKS)
+            keys, _, _ = unique_route(came[ranks], PARTITIONS, TABLE.id, RANKS)
             self.batches.append((keys, rng.normal(size=(len(keys), DIM)).astype(np.float32)))
         self.out = np.empty((BATCH * SLOTS, DIM), np.float32)
 
     def fill(self) -> None:
         """Every row there is, once."""
         for lo in range(0, self.rows, 200_000):
-            keys, _, _ = unique_route(np.arange(lo, min(self.rows, lo + 200_000)), BUCKETS, TABLE.id, RANKS)
+            keys, _, _ = unique_route(np.arange(lo, min(self.rows, lo + 200_000)), PARTITIONS, TABLE.id, RANKS)
             self._push(keys, np.zeros((len(keys), DIM), np.float32))
 
     def step(self) -> float:
@@ -99,8 +99,8 @@ def run(quick: bool) -> Result:
 
 
 def _run(rows: int, rounds: int, where: Path) -> Result:
-    store = Store(BUCKETS, 1)
-    store.own(range(BUCKETS))
+    store = Store(PARTITIONS, 1)
+    store.own(range(PARTITIONS))
     store.declare(TABLE)
     store.open(0, 0, 1)
     pusher = Pusher(store, rows)
@@ -109,7 +109,7 @@ def _run(rows: int, rounds: int, where: Path) -> Result:
         pusher.step()
     number = 0
     values: dict[str, list[float]] = {}
-    last: tuple[BucketImage, ...] = ()
+    last: tuple[PartitionSnapshot, ...] = ()
 
     def note(name: str, value: float) -> None:
         values.setdefault(name, []).append(value)
@@ -121,20 +121,22 @@ def _run(rows: int, rounds: int, where: Path) -> Result:
             if side in ("none", "again"):
                 found[side] = pusher.paced(lambda times: len(times) >= 200), 0.0, 0
                 continue
-            writer = ImageWriter(store, where, job="bench", bytes_per_s=THROTTLE if side == "throttled_base" else 0.0)
+            writer = SnapshotWriter(
+                store, where, job="bench", bytes_per_s=THROTTLE if side == "throttled_base" else 0.0
+            )
             since = 0
             if side in INCREMENTS:
                 number += 1
                 since = number
-                _good(writer.write(number, 0, str(where), [BucketId(b) for b in range(BUCKETS)]))
+                _good(writer.write(number, 0, str(where), [PartitionId(b) for b in range(PARTITIONS)]))
                 for _ in range(INCREMENTS[side]):
                     pusher.step()
             number += 1
             times, took_s, answer = _taken(writer, pusher, number, since, where)
             writer.close()
-            found[side] = times, took_s, sum(i.bytes_written for i in answer.images)
+            found[side] = times, took_s, sum(i.bytes_written for i in answer.snapshots)
             if side in INCREMENTS:
-                last = answer.images
+                last = answer.snapshots
         plain = float(np.mean(found["none"][0]))
         note("step_ms", median(found["none"][0]) * 1e3)
         note("none_stall_ms", max(found["none"][0]) * 1e3)
@@ -169,27 +171,27 @@ def _run(rows: int, rounds: int, where: Path) -> Result:
 
 
 def _taken(
-    writer: ImageWriter, pusher: Pusher, number: int, since: int, where: Path
-) -> tuple[list[float], float, ImagesWritten]:
-    """Times of all steps until the images are durable, how long that took, and the answer."""
+    writer: SnapshotWriter, pusher: Pusher, number: int, since: int, where: Path
+) -> tuple[list[float], float, SnapshotsWritten]:
+    """Times of all steps until the snapshots are durable, how long that took, and the answer."""
     done = threading.Event()
-    answers: list[ImagesWritten] = []
+    answers: list[SnapshotsWritten] = []
 
-    def on_done(answer: ImagesWritten) -> None:
+    def on_done(answer: SnapshotsWritten) -> None:
         answers.append(answer)
         done.set()
 
     began = time.perf_counter()
-    writer.take(number, since, str(where), range(BUCKETS), on_done)
+    writer.take(number, since, str(where), range(PARTITIONS), on_done)
     times = pusher.paced(lambda times: done.is_set() and len(times) > 0)
     took_s = time.perf_counter() - began
     _good(answers[0])
     return times, took_s, answers[0]
 
 
-def _good(answer: ImagesWritten) -> None:
-    if answer.error or len(answer.images) != BUCKETS:
-        raise RuntimeError(f"checkpoint {answer.checkpoint}: {answer.error or answer.images}")
+def _good(answer: SnapshotsWritten) -> None:
+    if answer.error or len(answer.snapshots) != PARTITIONS:
+        raise RuntimeError(f"checkpoint {answer.checkpoint}: {answer.error or answer.snapshots}")
 
 
 def _plain_write(where: Path, n: int) -> float:
@@ -206,13 +208,13 @@ def _plain_write(where: Path, n: int) -> float:
     return (max(1, n >> 20) << 20) / 1e6 / took_s
 
 
-def _restored(where: Path, images: Sequence[BucketImage], like: Store) -> tuple[float, int]:
-    """Seconds to load all buckets from base and increment, and the bytes read."""
-    store = Store(BUCKETS, 1)
+def _restored(where: Path, snapshots: Sequence[PartitionSnapshot], like: Store) -> tuple[float, int]:
+    """Seconds to load all partitions from base and increment, and the bytes read."""
+    store = Store(PARTITIONS, 1)
     began = time.perf_counter()
-    for image in images:
-        load_bucket(store, str(where), image)
+    for snapshot in snapshots:
+        load_partition(store, str(where), snapshot)
     took_s = time.perf_counter() - began
     if store.stats().rows != like.stats().rows:
         raise RuntimeError(f"restored {store.stats().rows}, not {like.stats().rows}")
-    return took_s, sum(file.size_bytes for image in images for file in image.files)
+    return took_s, sum(file.size_bytes for snapshot in snapshots for file in snapshot.files)

@@ -32,7 +32,7 @@ from everstep.model.table import OptimizerKind, OptimizerSpec, TableSpec
 from everstep.native import Store, bag_backward, gather_rows, isa, isfinite_all, unique_route
 
 BATCH = 100_000
-BUCKETS = 64
+PARTITIONS = 64
 AIMS = {
     "gather_dim64_of_memcpy": ">= 0.6",
     "bare_rowwise_adagrad_dim64_of_memcpy": ">= 0.65",
@@ -81,13 +81,13 @@ def _huge(rows: int, dim: int) -> F32:
 
 
 def _filled(spec: TableSpec, rows: int) -> Store:
-    store = Store(BUCKETS, 1)
-    store.own(range(BUCKETS))
+    store = Store(PARTITIONS, 1)
+    store.own(range(PARTITIONS))
     store.declare(spec)
     store.open(0, 0, 1)
-    ranks = np.zeros(BUCKETS, np.int32)
+    ranks = np.zeros(PARTITIONS, np.int32)
     for lo in range(0, rows, 200_000):
-        keys, _, _ = unique_route(np.arange(lo, min(rows, lo + 200_000)), BUCKETS, spec.id, ranks)
+        keys, _, _ = unique_route(np.arange(lo, min(rows, lo + 200_000)), PARTITIONS, spec.id, ranks)
         store.put_absent(spec.id, keys, np.zeros((len(keys), spec.dim), np.float32))
     return store
 
@@ -130,8 +130,8 @@ class _Bench:
         return self.rng.choice(self.rows, BATCH, replace=False)
 
     def keys(self, spec: TableSpec) -> NDArray[np.int64]:
-        """As a worker sends them: unique, grouped by bucket."""
-        return unique_route(self.ids(), BUCKETS, spec.id, np.zeros(BUCKETS, np.int32))[0]
+        """As a worker sends them: unique, grouped by partition."""
+        return unique_route(self.ids(), PARTITIONS, spec.id, np.zeros(PARTITIONS, np.int32))[0]
 
     def memcpy(self) -> float:
         at = int(self.rng.integers(0, self.rows - BATCH))
@@ -182,7 +182,7 @@ class _Bench:
         began = time.perf_counter()
         done = store.push(0, at, at + 1, 1, b"", parts)
         took = time.perf_counter() - began
-        assert done.applied == BUCKETS
+        assert done.applied == PARTITIONS
         return took
 
     def segment_sum(self) -> float:
@@ -204,7 +204,7 @@ def _lookup(rows: int, rounds: int, figures: dict[str, float], spreads: dict[str
 
     def keys() -> NDArray[np.int64]:
         ids = rng.choice(rows, BATCH, replace=False)
-        return unique_route(ids, BUCKETS, spec.id, np.zeros(BUCKETS, np.int32))[0]
+        return unique_route(ids, PARTITIONS, spec.id, np.zeros(PARTITIONS, np.int32))[0]
 
     def ours() -> float:
         wanted = keys()

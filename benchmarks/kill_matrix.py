@@ -129,10 +129,10 @@ class Job:
         kill = Kill(0.0)
         try:
             if victim in ("worker", "worker+master"):
-                seats = [s for s in self.facts().brain.members.workers.values() if s.running and s.member.pid]
-                if not seats:
+                runtimes = [s for s in self.facts().brain.members.workers.values() if s.running and s.member.pid]
+                if not runtimes:
                     return None
-                member = rng.choice(seats).member
+                member = rng.choice(runtimes).member
                 kill.slot, kill.incarnation = int(member.slot), int(member.incarnation)
                 pids.append(member.pid)
             if victim in ("master", "worker+master"):
@@ -142,10 +142,10 @@ class Job:
             if victim == "node":
                 if self.node is None or self.node.process.poll() is not None:
                     return None
-                seats = [s for s in self.facts().brain.members.workers.values() if s.member.node == "node2"]
-                if not any(s.running and s.member.pid for s in seats):
+                runtimes = [s for s in self.facts().brain.members.workers.values() if s.member.node == "node2"]
+                if not any(s.running and s.member.pid for s in runtimes):
                     return None
-                kill.slot, kill.incarnation = int(seats[0].member.slot), int(seats[0].member.incarnation)
+                kill.slot, kill.incarnation = int(runtimes[0].member.slot), int(runtimes[0].member.incarnation)
                 pids.append(self.node.pid)
         except (EverstepError, OSError, msgspec.DecodeError):
             return None

@@ -1,10 +1,10 @@
 """What protection costs in memory: bytes held by all ps over the bytes of their rows, for 4+1, 4+2 and no protection.
 
-Real processes, one a ps, each with its share of the buckets; every bucket is a member of a stripe of four, whose one or
-two mirrors are at other ps. Rows are made and changed by pushes, whose differences travel from process to process; the
-mirrors are swept first, as in a job. ``accounted`` is what the stores say they hold (pages, indexes, mirrors), ``rss``
-what the processes have grown by since their stores were empty; both over rows times (key + values + state). Half of the
-rows are there before protection begins and come by the sweep, half come as differences.
+Real processes, one a ps, each with its share of the partitions; every partition is a member of a stripe of four, whose
+one or two mirrors are at other ps. Rows are made and changed by pushes, whose differences travel from process to
+process; the mirrors are swept first, as in a job. ``accounted`` is what the stores say they hold (pages, indexes,
+mirrors), ``rss`` what the processes have grown by since their stores were empty; both over rows times (key + values +
+state). Half of the rows are there before protection begins and come by the sweep, half come as differences.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ AIMS = {"rss_4+1_over_unprotected": "<= 1.375", "rss_4+2_over_unprotected": "<= 
 
 
 def stripes(servers: int, per_server: int, m: int) -> tuple[list[int], list[tuple[int, tuple[int, ...], int, int]]]:
-    """``owner[bucket]``, and mirrors (id, members, row, at): of stripe s at the servers s, s + 1, ..."""
+    """``owner[partition]``, and mirrors (id, members, row, at): of stripe s at the servers s, s + 1, ..."""
     owner: list[int] = []
     mirrors = []
     for s in range(servers * per_server // MEMBERS):
@@ -39,9 +39,9 @@ def stripes(servers: int, per_server: int, m: int) -> tuple[list[int], list[tupl
     return owner, mirrors
 
 
-def _ps(pipe: Connection, spec: TableSpec, n_buckets: int) -> None:
+def _ps(pipe: Connection, spec: TableSpec, n_partitions: int) -> None:
     """One ps: does what the pipe says, answers (what waits in its outbox)."""
-    store = Store(n_buckets, 1)
+    store = Store(n_partitions, 1)
     store.declare(spec)
     store.open(0, 0, 1)
     process = psutil.Process()
@@ -63,19 +63,19 @@ def _ps(pipe: Connection, spec: TableSpec, n_buckets: int) -> None:
                 assert store.push(0, at, at + 1, 1, b"", [(spec.id, keys, warm[: len(keys)] + 1, -1.0)]).applied
                 at += 1
             case "emit":
-                bucket, kind, lo = args
-                pipe.send(store.emit(bucket, kind, spec.id, lo, lo + 8192))
+                partition, kind, lo = args
+                pipe.send(store.emit(partition, kind, spec.id, lo, lo + 8192))
             case "marks":
                 store.emit_marks(args[0])
             case "take":
                 _, entries, data = store.take_outbox(4 << 20)
-                pipe.send([(bucket, data[o : o + n].tobytes()) for bucket, _, _, o, n in entries])
+                pipe.send([(partition, data[o : o + n].tobytes()) for partition, _, _, o, n in entries])
             case "apply":
                 for mirror, blob in args[0]:
                     assert store.mirror_apply(mirror, blob) == 0
             case "measure":
                 rows = store.stats().rows[spec.name]
-                held = sum(store.bucket_bytes(b) for b in store.owned())
+                held = sum(store.partition_bytes(b) for b in store.owned())
                 mirrored = sum(store.mirror_bytes(m) for m in store.mirrors())
                 assert all(done for m in store.mirrors() for _, _, done in store.mirror_state(m))
                 pipe.send((rows, held, mirrored, process.memory_info().rss - base))
@@ -113,7 +113,7 @@ class _Job:
         self.carry()
 
     def carry(self) -> None:
-        """Differences and contents to the mirrors of their buckets, until nothing waits."""
+        """Differences and contents to the mirrors of their partitions, until nothing waits."""
         for pipe in self.pipes:
             while True:
                 pipe.send(("take",))
@@ -121,8 +121,8 @@ class _Job:
                 if not entries:
                     break
                 by_home: dict[int, list[tuple[int, bytes]]] = {}
-                for bucket, blob in entries:
-                    for mirror, home in self.home_of.get(bucket, ()):
+                for partition, blob in entries:
+                    for mirror, home in self.home_of.get(partition, ()):
                         by_home.setdefault(home, []).append((mirror, blob))
                 for home, blobs in by_home.items():
                     self.pipes[home].send(("apply", blobs))
@@ -145,7 +145,7 @@ class _Job:
             self.carry()
 
     def measure(self) -> tuple[int, int, int, int]:
-        """Rows, bytes of buckets, bytes of mirrors, growth of the resident memory; of all ps."""
+        """Rows, bytes of partitions, bytes of mirrors, growth of the resident memory; of all ps."""
         for pipe in self.pipes:
             pipe.send(("measure",))
         return tuple(int(x) for x in np.sum([pipe.recv() for pipe in self.pipes], axis=0))  # type: ignore[return-value]
@@ -175,15 +175,15 @@ def run(quick: bool) -> dict[str, Any]:
             job.protect()
             for lo in range(rows // 2, rows, PUSH):
                 job.push(order[lo : lo + PUSH])
-            made, buckets, mirrors, rss = job.measure()
+            made, partitions, mirrors, rss = job.measure()
         finally:
             job.close()
         assert made == rows, (made, rows)
-        figures[f"accounted_{name}_over_rows"] = (buckets + mirrors) / (rows * row_bytes)
+        figures[f"accounted_{name}_over_rows"] = (partitions + mirrors) / (rows * row_bytes)
         figures[f"mirrors_{name}_over_rows"] = mirrors / (rows * row_bytes)
         figures[f"rss_{name}_over_rows"] = rss / (rows * row_bytes)
         say(
-            f"{name}: {rows} rows of {row_bytes} bytes: buckets {buckets / 1e6:.0f} MB, "
+            f"{name}: {rows} rows of {row_bytes} bytes: buckets {partitions / 1e6:.0f} MB, "
             f"mirrors {mirrors / 1e6:.0f} MB, resident {rss / 1e6:.0f} MB"
         )
     for name in ("4+1", "4+2"):

@@ -4,12 +4,12 @@
 Every kind of victim in turn, ``kill -9`` at random moments: a ps (each keeps parity of others too); a worker; the
 master; a ps with a worker; a ps with the master; the agent of a second node, with the worker that it started; a second
 ps in the middle of the first recovery (4+2). Each run has a named step besides at which one ps dies in its first life:
-before and after it applies a push, sends a difference, takes one, acknowledges; in the middle of an image of a
-checkpoint; the master before and after a manifest. Three steps come only while buckets are rebuilt or moved, which the
-run brings about (``CAUSED``): under 4+2 another ps is lost first, and it is the ps that rebuilds that dies, the one
-that hands buckets back, or the replacement that takes them: second losses, within the level. Under 4+1 the moves are
+before and after it applies a push, sends a difference, takes one, acknowledges; in the middle of a snapshot of a
+checkpoint; the master before and after a manifest. Three steps come only while partitions are rebuilt or moved, which
+the run brings about (``CAUSED``): under 4+2 another ps is lost first, and it is the ps that rebuilds that dies, the one
+that hands partitions back, or the replacement that takes them: second losses, within the level. Under 4+1 the moves are
 those of a seventh ps that is asked for; who dies in mid-rebuild there is beyond the level, so that run has checkpoints
-to fall back to. Between losses of ps the run is left alone until every bucket is protected again: what else lies
+to fall back to. Between losses of ps the run is left alone until every partition is protected again: what else lies
 beyond the level is the business of checkpoints. Each run's rows are compared with those of a twin in which nobody was
 killed, all bytes, and its audit must say exactly once. EVERSTEP_EXACT_MOMENTS: how many moments for each code (50;
 --quick 3); EVERSTEP_EXACT_CODES ("4+1,4+2"); EVERSTEP_EXACT_STEPS: these steps alone, one run and one moment each
@@ -44,7 +44,7 @@ SCRIPT = ROOT / "benchmarks" / "twins" / "exact_flights.py"
 LIMIT_S = 900.0  # a loaded machine; a run takes half a minute
 KILLS_A_RUN = 4
 PS = 6
-BUCKETS = 64
+PARTITIONS = 64
 FAULTED = Slot(1)  # the ps that dies at a step that comes by itself
 STEPS = (
     "before_apply",
@@ -60,7 +60,7 @@ STEPS = (
     "after_manifest",
 )
 CAUSED = ("mid_rebuild", "before_hand_over", "mid_move")
-"""Steps that come only while buckets are rebuilt or moved."""
+"""Steps that come only while partitions are rebuilt or moved."""
 
 
 class Fault(NamedTuple):
@@ -85,8 +85,8 @@ def fault_of(code: str, step: str) -> Fault:
         return Fault(step, Role.MASTER, Slot(0))
     if step not in CAUSED:
         return Fault(step)
-    layout = arrange(parse_code(code), BUCKETS, [Slot(s) for s in range(PS)])
-    # A lost bucket is rebuilt by the ps of its stripe's first row.
+    layout = arrange(parse_code(code), PARTITIONS, [Slot(s) for s in range(PS)])
+    # A lost partition is rebuilt by the ps of its stripe's first row.
     victim, rebuilder = layout.owner[0], layout.sites[0][0]
     if step == "mid_rebuild":
         return Fault(step, slot=rebuilder, victim=victim)

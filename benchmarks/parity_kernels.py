@@ -22,7 +22,7 @@ from everstep.model.table import OptimizerKind, OptimizerSpec, TableSpec
 from everstep.native import BlobKind, Store, _native, unique_route
 
 SPEC = TableSpec("rows", 64, OptimizerSpec(OptimizerKind.ROWWISE_ADAGRAD, 0.01))
-BUCKETS = 4
+PARTITIONS = 4
 AIMS = {"xor_of_memcpy": ">= 0.8", "gf_of_memcpy": ">= 0.8", "apply_row1_over_push": "<= 1"}
 
 
@@ -62,13 +62,13 @@ def _outbox(store: Store) -> list[tuple[NDArray[np.int64], NDArray[np.int64], ND
 
 
 class _Pushed:
-    """One ps with one bucket of ``rows`` rows, and a mirror of either row that follows it."""
+    """One ps with one partition of ``rows`` rows, and a mirror of either row that follows it."""
 
     def __init__(self, rows: int, batch: int) -> None:
         self.batch = batch
         self.rng = np.random.default_rng(1)
         self.plain, self.protected = (self.filled(rows) for _ in range(2))
-        self.home = Store(BUCKETS, 1)
+        self.home = Store(PARTITIONS, 1)
         self.home.declare(SPEC)
         self.protected.protect([0], True)
         for row in (0, 1):
@@ -82,12 +82,12 @@ class _Pushed:
         self.at = 0
 
     def filled(self, rows: int) -> Store:
-        store = Store(BUCKETS, 1)
+        store = Store(PARTITIONS, 1)
         store.own([0])
         store.declare(SPEC)
         store.open(0, 0, 1)
-        ids = np.arange(rows * BUCKETS * 11 // 10)
-        keys, _, counts = unique_route(ids, BUCKETS, SPEC.id, np.arange(BUCKETS, dtype=np.int32), BUCKETS)
+        ids = np.arange(rows * PARTITIONS * 11 // 10)
+        keys, _, counts = unique_route(ids, PARTITIONS, SPEC.id, np.arange(PARTITIONS, dtype=np.int32), PARTITIONS)
         self.keys = keys[: counts[0]][:rows]
         for lo in range(0, rows, 100_000):
             some = self.keys[lo : lo + 100_000]
@@ -122,17 +122,17 @@ class _Pushed:
 
 def _dense(dense: bool, rounds: int) -> tuple[float, float]:
     """CPU that protection costs over that of the push, and bytes sent over those of the gradients."""
-    rows, dim, buckets = 4096, 1024, 64
+    rows, dim, partitions = 4096, 1024, 64
     spec = TableSpec("net", dim, OptimizerSpec(OptimizerKind.ADAM, 0.01), dense=dense)
-    plain, protected, home = (Store(buckets, 1) for _ in range(3))
-    keys, _, _ = unique_route(np.arange(rows), buckets, spec.id, np.zeros(buckets, np.int32))
+    plain, protected, home = (Store(partitions, 1) for _ in range(3))
+    keys, _, _ = unique_route(np.arange(rows), partitions, spec.id, np.zeros(partitions, np.int32))
     for store in (plain, protected, home):
         store.declare(spec)
     for store in (plain, protected):
-        store.own(range(buckets))
+        store.own(range(partitions))
         store.open(0, 0, 1)
         store.put_absent(spec.id, keys, np.ones((rows, dim), np.float32))
-    protected.protect(range(buckets), True)
+    protected.protect(range(partitions), True)
 
     def deliver() -> tuple[float, int]:
         took, size = 0.0, 0
@@ -146,8 +146,8 @@ def _dense(dense: bool, rounds: int) -> tuple[float, float]:
             took += time.process_time() - began
             size += data.nbytes
 
-    for b in range(buckets):
-        home.mirror_make(b, [(b + 1) % buckets, b], 1)
+    for b in range(partitions):
+        home.mirror_make(b, [(b + 1) % partitions, b], 1)
         for kind in (BlobKind.HEADS, BlobKind.BODIES):
             protected.emit(b, kind, spec.id, 0, rows)
         protected.emit_marks(b)
@@ -158,7 +158,7 @@ def _dense(dense: bool, rounds: int) -> tuple[float, float]:
         cpu = []
         for store in (plain, protected):
             began = time.process_time()
-            assert store.push(0, at, at + 1, 1, b"", [(spec.id, keys, grads, -1.0)]).applied == buckets
+            assert store.push(0, at, at + 1, 1, b"", [(spec.id, keys, grads, -1.0)]).applied == partitions
             cpu.append(time.process_time() - began)
         applied, sent = deliver()
         extra.append((cpu[1] - cpu[0] + applied) / cpu[0])
@@ -166,13 +166,14 @@ def _dense(dense: bool, rounds: int) -> tuple[float, float]:
 
 
 def _recover(rows: int) -> float:
-    """Bytes of lost rows per second: from the first contents of three survivors to the last row of the lost bucket."""
-    owners = [Store(BUCKETS, 1) for _ in range(BUCKETS)]
-    home = Store(BUCKETS, 1)
+    """Bytes of lost rows per second: from the first contents of three survivors to the last row of the lost
+    partition."""
+    owners = [Store(PARTITIONS, 1) for _ in range(PARTITIONS)]
+    home = Store(PARTITIONS, 1)
     home.declare(SPEC)
-    home.mirror_make(1, list(range(BUCKETS)), 0)
-    ids = np.arange(rows * BUCKETS)
-    keys, _, counts = unique_route(ids, BUCKETS, SPEC.id, np.arange(BUCKETS, dtype=np.int32), BUCKETS)
+    home.mirror_make(1, list(range(PARTITIONS)), 0)
+    ids = np.arange(rows * PARTITIONS)
+    keys, _, counts = unique_route(ids, PARTITIONS, SPEC.id, np.arange(PARTITIONS, dtype=np.int32), PARTITIONS)
     ends = np.cumsum(counts)
 
     def contents(b: int) -> list[NDArray[np.uint8]]:
@@ -196,7 +197,7 @@ def _recover(rows: int) -> float:
             assert home.mirror_apply(1, blob) == 0
     began = time.perf_counter()
     home.recover_begin(1, [0])
-    for b in range(1, BUCKETS):
+    for b in range(1, PARTITIONS):
         for blob in contents(b):
             home.recover_fold(1, blob)
     took = time.perf_counter() - began

@@ -5,16 +5,16 @@ back to a checkpoint.
 to the window's end that is not there as samples trained *for the first time*, at the speed of the SPEED_S seconds
 before the death; what is trained again is lost. So the redo counts, as ECRM counts it. Sides, in turns:
 
-- *parity*: 4+1, one ps killed (SIGKILL). The window ends AFTER_S after every bucket is fully protected again, its
+- *parity*: 4+1, one ps killed (SIGKILL). The window ends AFTER_S after every partition is fully protected again, its
   replacement included;
 - *restore*: no parity, a checkpoint every ``interval_s``; the whole job is killed half an interval after its newest
   checkpoint began (on average that much is trained again), and taken up from there with ``everstep resume``. The window
   ends AFTER_S after as many samples as before the death are trained;
-- *partial*: no parity, the same checkpoints, one ps killed at the same point: everstep reads that ps's buckets alone
+- *partial*: no parity, the same checkpoints, one ps killed at the same point: everstep reads that ps's partitions alone
   from the checkpoint and the workers train for them again what they lack; the others keep everything.
 
-Figures: ``served_s``: the death to the first batch applied to a bucket that the dead ps had, at another ps;
-``all_served_s``: to the last of its buckets being whole elsewhere; ``protected_s``: to full protection; ``gap_s``:
+Figures: ``served_s``: the death to the first batch applied to a partition that the dead ps had, at another ps;
+``all_served_s``: to the last of its partitions being whole elsewhere; ``protected_s``: to full protection; ``gap_s``:
 longest time without any batch; ``speed_until_protected``, ``speed_10s``: samples/s from the death to that moment, and
 in the ten seconds after it, of those before; ``*_lost_s``; ``restore_over_parity``, ``partial_over_parity``: ratios of
 medians, a parity loss of less than 0.1 s counting as 0.1 s. ``expected_over_parity_T``: what the ratio becomes at a
@@ -87,11 +87,11 @@ def parity(home: Path, interval_s: float) -> dict[str, float]:
         at, samples = pushes(logs)
         dead = next(log for log in logs if (log.slot, log.life) == (VICTIM, 1))
         took, served = [], []
-        for bucket in dead.stints:
-            later = [s for log in logs for s in log.stints.get(bucket, []) if s.took is not None and s.at > died_at]
+        for partition in dead.stints:
+            later = [s for log in logs for s in log.stints.get(partition, []) if s.took is not None and s.at > died_at]
             if later:
                 stint = min(later, key=lambda s: s.at)
-                rows = stint.log.rows_of(bucket, stint.first, stint.last)
+                rows = stint.log.rows_of(partition, stint.first, stint.last)
                 took.append(stint.at - died_at)
                 served += [float(stint.log.at[rows[0]]) - died_at] if len(rows) else []
         before = rate(at, samples, died_at - SPEED_S, died_at)

@@ -5,7 +5,7 @@ resuming.
 is stopped, and resumed with the other number of ps, twice. ``examples/01_flights_dlrm.py`` with 2 workers and replicas
 (``--parity 1+1``); times come from the ps' audit logs. Figures:
 
-- ``out_gap_s``, ``in_gap_s``: longest time between two applied batches from the command until all buckets are where
+- ``out_gap_s``, ``in_gap_s``: longest time between two applied batches from the command until all partitions are where
   they belong; ``out_s``, ``in_s``: how long that took;
 - ``restart_out_gap_s``, ``restart_in_gap_s``: last batch before the stop to the first one after it;
 - ``out_ratio``, ``in_ratio``: restart over live.

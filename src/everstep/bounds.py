@@ -19,7 +19,7 @@ MEMBERS_MAX = 10_000
 PLACES_MAX = 1024
 """Processes of one role on one node."""
 INT63 = (1 << 63) - 1
-IMAGE_PATH = r"\Aimages/[0-9]{6,18}/(?:bucket|replica)-[A-Za-z0-9._-]{1,200}\Z"
+SNAPSHOT_PATH = r"\Aimages/[0-9]{6,18}/(?:bucket|replica)-[A-Za-z0-9._-]{1,200}\Z"
 
 Whole = Annotated[int, Meta(ge=0, le=1 << 56)]
 """A count, a size, a position: sums of many fit into 64 bits."""
@@ -49,6 +49,6 @@ PriceUsd = Annotated[float, Meta(ge=0.0, le=1e6)]
 SocketPath = Annotated[str, Meta(pattern=r"\A(?!/)(?!.*\.\.)[^\x00-\x1f\x7f-\x9f\\]{0,255}\Z")]
 """Below the run directory."""
 HostName = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9._:%\[\]-]{0,255}\Z")]
-ImagePath = Annotated[str, Meta(pattern=IMAGE_PATH)]
+SnapshotPath = Annotated[str, Meta(pattern=SNAPSHOT_PATH)]
 """Of a file of a checkpoint, in its place; nothing else of a place is read or deleted by name."""
 Checksum = Annotated[str, Meta(pattern=r"\A[0-9a-f]{0,128}\Z")]

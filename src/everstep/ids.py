@@ -22,6 +22,6 @@ ShardKey = NewType("ShardKey", Annotated[int, Meta(ge=0, le=INT63)])
 LeaseNo = NewType("LeaseNo", Annotated[int, Meta(ge=0, le=INT63)])
 """``master incarnation << 40 | counter``: a later lease is a larger number."""
 
-BucketId = NewType("BucketId", Annotated[int, Meta(ge=0, le=(1 << 40) - 1)])
+PartitionId = NewType("PartitionId", Annotated[int, Meta(ge=0, le=(1 << 40) - 1)])
 TableId = NewType("TableId", Annotated[int, Meta(ge=0, le=(1 << 32) - 1)])
 """crc32 of the table's name: the same on every process without asking anyone."""

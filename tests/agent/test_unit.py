@@ -34,8 +34,8 @@ print("leader ends", flush=True)
     ],
     ids=["in order", "killed", "stopped", "failed"],
 )
-def test_the_end_of_one_process_is_that_of_all(mate: str, other: str, status: int, words: str) -> None:
-    program = PROGRAM.format(mate=mate, other=other)
+def test_the_end_of_one_process_is_that_of_all(follower: str, other: str, status: int, words: str) -> None:
+    program = PROGRAM.format(follower=follower, other=other)
     # (the pipe ends when nobody has it any more: all of them are gone)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == status, done.stderr

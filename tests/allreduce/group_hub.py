@@ -12,7 +12,7 @@ from everstep.net.messages import RequestType, StoreGet, StoreSet, StoreValues
 
 
 class Hub:
-    """``seat.ask`` of every member. ``values`` by (generation, attempt)."""
+    """``runtime.ask`` of every member. ``values`` by (generation, attempt)."""
 
     def __init__(self) -> None:
         self.values: dict[tuple[int, str], dict[str, bytes]] = {}

@@ -48,7 +48,7 @@ class Exchange:
 
 
 class Place:
-    """A seat as the keeper needs it."""
+    """A runtime as the keeper needs it."""
 
     def __init__(self, run_dir: Path, slot: int, incarnation: int, spec: JobSpec) -> None:
         self.run_dir, self.spec = run_dir, spec
@@ -61,8 +61,8 @@ class Place:
 class Worker:
     def __init__(self, run_dir: Path, slot: int, incarnation: int = 1, seed: int = 0, **how: Any) -> None:
         self.run = Run(seed, **how)
-        self.seat = Place(run_dir, slot, incarnation, JobSpec(mode="allreduce"))
-        self.keeper = ReplicaKeeper(self.run.state, self.seat)
+        self.runtime = Place(run_dir, slot, incarnation, JobSpec(mode="allreduce"))
+        self.keeper = ReplicaKeeper(self.run.state, self.runtime)
         self.synced = threading.Event()
         self.errors: list[Exception] = []
         self.keeper.on_synced = self.synced.set
@@ -70,7 +70,7 @@ class Worker:
 
     @property
     def member(self) -> GroupMember:
-        return GroupMember(self.seat.slot, self.seat.incarnation, self.seat.node, self.keeper.address)
+        return GroupMember(self.runtime.slot, self.runtime.incarnation, self.runtime.node, self.keeper.address)
 
     @property
     def step(self) -> int:

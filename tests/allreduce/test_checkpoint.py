@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 from click.testing import CliRunner
-from replica_group import Place as SeatOf
+from replica_group import Place as RuntimeOf
 from replica_runs import Run
 from torch import nn
 
@@ -21,7 +21,7 @@ from everstep.config.spec import JobSpec
 from everstep.errors import CheckpointError
 from everstep.machines.idle_slot import IdleSlot
 from everstep.model.group import Mark
-from everstep.model.image import REPLICA_VERSION, Manifest, ReplicaImage
+from everstep.model.snapshot import REPLICA_VERSION, Manifest, ReplicaCopy
 from everstep.net.messages import RequestType, TakeReplica
 from everstep.net.retry import Deadline
 from everstep.protect.manifest import drop_checkpoints, latest_intact, problems, read_manifest, write_manifest
@@ -30,7 +30,7 @@ from everstep.storage.places import open_place
 WAIT_S = 30.0
 
 
-class Seat(SeatOf):
+class Runtime(RuntimeOf):
     """Keeps what the master is told; the first word of each checkpoint comes too early for it."""
 
     def __init__(self, run_dir: Path) -> None:
@@ -51,17 +51,24 @@ def wait(what: Any) -> None:
 
 def save(run: Run, where: Path, checkpoint: int) -> Manifest:
     """As the worker and the master do it together."""
-    seat = Seat(where)
-    writer = ReplicaWriter(run.state, seat)
+    runtime = Runtime(where)
+    writer = ReplicaWriter(run.state, runtime)
     writer.order(TakeReplica(checkpoint, str(where)))
     writer.boundary()
     writer.settled(run.state.mark.step)
     wait(lambda: writer.idle)
     assert writer.saved == run.state.mark
-    image = seat.told[-1].replica
-    assert isinstance(image, ReplicaImage) and seat.told[-1].error == ""
+    snapshot = runtime.told[-1].replica
+    assert isinstance(snapshot, ReplicaCopy) and runtime.told[-1].error == ""
     manifest = Manifest(
-        version=REPLICA_VERSION, job="toy", checkpoint=checkpoint, at=1.0, seed=0, buckets=64, images=(), replica=image
+        version=REPLICA_VERSION,
+        job="toy",
+        checkpoint=checkpoint,
+        at=1.0,
+        seed=0,
+        partitions=64,
+        snapshots=(),
+        replica=snapshot,
     )
     write_manifest(open_place(where), manifest)
     return manifest
@@ -87,8 +94,8 @@ def test_a_checkpoint_comes_back_with_the_same_bits(tmp_path: Path) -> None:
 def test_training_goes_on_while_it_is_written_and_it_is_told_when_all_have_its_steps(tmp_path: Path) -> None:
     run = trained()
     digest = run.state.digest()
-    seat = Seat(tmp_path)
-    writer = ReplicaWriter(run.state, seat)
+    runtime = Runtime(tmp_path)
+    writer = ReplicaWriter(run.state, runtime)
     writer.order(TakeReplica(1, str(tmp_path)))
     writer.boundary()
     for _ in range(3):
@@ -96,15 +103,16 @@ def test_training_goes_on_while_it_is_written_and_it_is_told_when_all_have_its_s
         writer.boundary()
     wait(lambda: list(tmp_path.glob("images/000001/replica-*.rep")))
     writer.order(TakeReplica(1, str(tmp_path)))  # (the master says it again)
-    assert not seat.told  # a step before it may still be undone
+    assert not runtime.told  # a step before it may still be undone
     writer.settled(2)
-    assert not seat.told
+    assert not runtime.told
     writer.settled(3)
     wait(lambda: writer.saved)
-    image = seat.told[-1].replica
-    assert isinstance(image, ReplicaImage) and image.mark == Mark(3, 0, 0, 48) and len(seat.told) == 2
+    snapshot = runtime.told[-1].replica
+    assert isinstance(snapshot, ReplicaCopy) and snapshot.mark == Mark(3, 0, 0, 48) and len(runtime.told) == 2
     write_manifest(
-        open_place(tmp_path), Manifest(job="toy", checkpoint=1, at=1.0, seed=0, buckets=1, images=(), replica=image)
+        open_place(tmp_path),
+        Manifest(job="toy", checkpoint=1, at=1.0, seed=0, partitions=1, snapshots=(), replica=snapshot),
     )
     other = Run(5)
     other.state.load(read_replica(open_place(tmp_path), latest_intact(open_place(tmp_path))))
@@ -133,8 +141,8 @@ def test_a_checkpoint_that_nobody_waits_for_takes_the_idle_slots_of_steps(
     monkeypatch.setattr("everstep.allreduce.replica_checkpoint.SILENT_S", 3600.0)
     monkeypatch.setattr("everstep.allreduce.replica_checkpoint.PACED_S", 3600.0)
     monkeypatch.setattr("everstep.protect.replicafile.WRITE_BYTES", 256)
-    seat, before = Seat(tmp_path), WatchedSlot.put_off
-    writer = ReplicaWriter(run.state, seat)
+    runtime, before = Runtime(tmp_path), WatchedSlot.put_off
+    writer = ReplicaWriter(run.state, runtime)
     writer.order(TakeReplica(1, str(tmp_path), idle=True))
     writer.boundary()
     writer.settled(mark.step)
@@ -146,10 +154,11 @@ def test_a_checkpoint_that_nobody_waits_for_takes_the_idle_slots_of_steps(
         wait(lambda: writer.idle)
     else:
         wait(lambda: writer.boundary() or writer.idle)
-    image = seat.told[-1].replica
-    assert isinstance(image, ReplicaImage) and image.mark == mark
+    snapshot = runtime.told[-1].replica
+    assert isinstance(snapshot, ReplicaCopy) and snapshot.mark == mark
     write_manifest(
-        open_place(tmp_path), Manifest(job="toy", checkpoint=1, at=1.0, seed=0, buckets=1, images=(), replica=image)
+        open_place(tmp_path),
+        Manifest(job="toy", checkpoint=1, at=1.0, seed=0, partitions=1, snapshots=(), replica=snapshot),
     )
     other = Run(5)
     other.state.load(read_replica(open_place(tmp_path), latest_intact(open_place(tmp_path))))
@@ -158,12 +167,12 @@ def test_a_checkpoint_that_nobody_waits_for_takes_the_idle_slots_of_steps(
 
 def test_a_place_that_takes_nothing_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    seat = Seat(tmp_path)
-    writer = ReplicaWriter(Run().state, seat)
+    runtime = Runtime(tmp_path)
+    writer = ReplicaWriter(Run().state, runtime)
     writer.order(TakeReplica(1, str(tmp_path / "file" / "x")))
     writer.boundary()
-    wait(lambda: len(seat.told) == 2)
-    assert seat.told[-1].replica is None and "cannot write" in seat.told[-1].error
+    wait(lambda: len(runtime.told) == 2)
+    assert runtime.told[-1].replica is None and "cannot write" in runtime.told[-1].error
 
 
 @pytest.mark.parametrize("at", ["begin", "middle", "end"])
@@ -269,15 +278,17 @@ def test_state_dicts_are_plain(tmp_path: Path) -> None:
 def test_an_object_store_takes_it_too(tmp_path: Path) -> None:
     url = f"memory://{tmp_path.name}"
     run = trained()
-    seat = Seat(tmp_path)
-    writer = ReplicaWriter(run.state, seat)
+    runtime = Runtime(tmp_path)
+    writer = ReplicaWriter(run.state, runtime)
     writer.order(TakeReplica(1, url))
     writer.boundary()
     writer.settled(3)
     wait(lambda: writer.saved)
-    image = seat.told[-1].replica
+    snapshot = runtime.told[-1].replica
     place = open_place(url)
-    write_manifest(place, Manifest(job="toy", checkpoint=1, at=1.0, seed=0, buckets=1, images=(), replica=image))
+    write_manifest(
+        place, Manifest(job="toy", checkpoint=1, at=1.0, seed=0, partitions=1, snapshots=(), replica=snapshot)
+    )
     other = Run(5)
     other.state.load(read_replica(place, latest_intact(place)))
     assert other.state.digest() == run.state.digest()

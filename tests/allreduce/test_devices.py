@@ -23,7 +23,7 @@ from everstep.allreduce.collective import CollectiveError
 from everstep.allreduce.device_group import DeviceCollective
 from everstep.allreduce.devices import DevicePlace, Way, choose, device_for, place_of, version_number
 from everstep.allreduce.environment import LOCAL_VARIABLE, NCCL_ENVIRONMENT, NCCL_VARIABLE
-from everstep.allreduce.flats import digest, measure_there, told
+from everstep.allreduce.gradient_buckets import digest, measure_there, told
 from everstep.allreduce.group_buffers import _integers, _words, integers_there, words_there
 from everstep.allreduce.group_store import GroupStore
 from everstep.allreduce.nccl import NcclGroup
@@ -111,9 +111,9 @@ def test_a_digest_computed_on_the_device_is_that_of_the_host(dtype: torch.dtype,
 
 
 def test_digests_come_in_their_order_wherever_they_were_computed() -> None:
-    flats = [torch.full((n,), float(n)) for n in (3, 8, 5)]
-    mixed = [measure_there(flats[0]), digest(flats[1]), measure_there(flats[2])]
-    assert told(mixed) == [digest(f) for f in flats]
+    tensors = [torch.full((n,), float(n)) for n in (3, 8, 5)]
+    mixed = [measure_there(tensors[0]), digest(tensors[1]), measure_there(tensors[2])]
+    assert told(mixed) == [digest(f) for f in tensors]
 
 
 def test_integers_of_buffers_travel_as_on_the_cpu() -> None:

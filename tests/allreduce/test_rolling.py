@@ -121,6 +121,6 @@ def test_of_two_nobody_is_right_unless_a_setting_says_who(hire: Any) -> None:
         compare(workers)
     right = workers[1].run.state.digest()
     for worker in workers:
-        worker.seat.spec = msgspec.structs.replace(worker.seat.spec, heal_from="lowest")
+        worker.runtime.spec = msgspec.structs.replace(worker.runtime.spec, heal_from="lowest")
     compare(workers)
     assert digests(workers) == {right}

@@ -94,7 +94,7 @@ class Keeper:
     def close(self) -> None: ...
 
 
-class Seat:
+class Runtime:
     embedded = False
 
     def __init__(self, world: World, slot: int) -> None:
@@ -128,9 +128,9 @@ class Member:
     """A process: its session, and a thread that trains."""
 
     def __init__(self, world: World, slot: int) -> None:
-        self.seat = Seat(world, slot)
+        self.runtime = Runtime(world, slot)
         self.state = State()
-        self.session = Session(self.seat, self.state, Keeper(self.state))
+        self.session = Session(self.runtime, self.state, Keeper(self.state))
         self.world = world
         self.outcomes: list[tuple[int, VoteOutcome | None]] = []  # None: its reduction failed
         self.ended = ""
@@ -279,7 +279,7 @@ def test_members_train_every_sample_once_and_end_together(world: World) -> None:
         assert problem is None and header["kind"] == "steps"
         mine = [msgspec.msgpack.decode(r, type=Committed) for r in records]
         assert mine[0].first == 0 and mine[-1].last == steps[-1]
-    assert [r.reason for r in world.members[1].seat.said(GroupLeft)] == ["done"]
+    assert [r.reason for r in world.members[1].runtime.said(GroupLeft)] == ["done"]
 
 
 def test_two_datasets_in_turn_each_where_it_was_left(world: World) -> None:
@@ -378,7 +378,7 @@ def test_a_newcomer_that_enters_at_the_end_of_the_last_loop_ends_it_with_the_oth
     a.go.set()
     world.end(0, 1)
     assert b.outcomes == [] and a.committed == list(range(loops * 80 // BATCH))
-    assert [r.reason for r in b.seat.said(GroupLeft)] == ["done"]
+    assert [r.reason for r in b.runtime.said(GroupLeft)] == ["done"]
 
 
 def test_a_newcomer_rehearses_where_others_train_and_its_state_is_left_alone_meanwhile(
@@ -389,7 +389,7 @@ def test_a_newcomer_rehearses_where_others_train_and_its_state_is_left_alone_mea
 
     def newcomer() -> Session:
         state = State()
-        return Session(Seat(world, 2), state, Keeper(state))
+        return Session(Runtime(world, 2), state, Keeper(state))
 
     assert newcomer().rehearsal(0, 1, world.plan, BATCH) is None  # nobody trains
     group = world.publish(0, 1)
@@ -431,16 +431,16 @@ def test_who_copied_a_state_of_the_end_waits_until_the_journal_has_it(world: Wor
     """Else its source may be lost untold: the steps are done again, and there was one that had gone already."""
     world.publish(0)  # which has trained all, and cannot reach the master
     (newcomer,) = world.start(1)
-    world.wait(lambda: bool(newcomer.seat.said(GroupAsked)))
+    world.wait(lambda: bool(newcomer.runtime.said(GroupAsked)))
     newcomer.state.loop, newcomer.state.mark = 2, Mark(5, 0, 1, 0)
     newcomer.session.keeper.line, newcomer.session.keeper.has_state = 1, True
     newcomer.session._on_synced()
-    asked = len(newcomer.seat.said(GroupAsked))
-    world.wait(lambda: len(newcomer.seat.said(GroupAsked)) > asked + 2)
+    asked = len(newcomer.runtime.said(GroupAsked))
+    world.wait(lambda: len(newcomer.runtime.said(GroupAsked)) > asked + 2)
     assert not newcomer.ended
     world.told((Committed(1, 4, 4, 0, 0, 1500, 1600),))
     world.wait(lambda: newcomer.ended == "end")
-    assert not newcomer.outcomes and not newcomer.seat.said(GroupSynced)
+    assert not newcomer.outcomes and not newcomer.runtime.said(GroupSynced)
 
 
 def test_a_script_that_is_beyond_the_loop_of_the_restored_state_begins_anew(world: World) -> None:
@@ -448,7 +448,7 @@ def test_a_script_that_is_beyond_the_loop_of_the_restored_state_begins_anew(worl
     world.loops = [(0, 1), (0, 2)]
     world.publish(0)  # which trains
     (newcomer,) = world.start(1)
-    world.wait(lambda: bool(newcomer.seat.said(GroupAsked)))
+    world.wait(lambda: bool(newcomer.runtime.said(GroupAsked)))
     newcomer.state.loop, newcomer.state.mark = 2, Mark(5, 0, 1, 0)
     newcomer.session.keeper.line, newcomer.session.keeper.has_state = 1, True
     world.told((Committed(1, 4, 4, 0, 0, 1500, 1600),))
@@ -471,7 +471,7 @@ def test_the_end_of_a_line_that_is_void_is_no_end(world: World) -> None:
     member.session.grouped(Group(generation=2, members=(), origin=2))
     with pytest.raises(PlatformError, match="are void"):
         member.session.close()
-    assert not member.seat.said(GroupLeft)
+    assert not member.runtime.said(GroupLeft)
 
 
 def test_who_is_asked_to_leave_goes_at_a_vote(world: World) -> None:
@@ -481,7 +481,7 @@ def test_who_is_asked_to_leave_goes_at_a_vote(world: World) -> None:
     world.publish(0, 1, 2)
     world.reached(4, 0, 1, 2)
     assert c.session.leave_soon(143)
-    world.wait(lambda: bool(c.seat.said(GroupLeft)))
+    world.wait(lambda: bool(c.runtime.said(GroupLeft)))
     world.publish(0, 1)
     for m in (a, b, c):
         m.go.set()
@@ -489,7 +489,9 @@ def test_who_is_asked_to_leave_goes_at_a_vote(world: World) -> None:
     assert c.ended == "left 143"
     assert len(a.outcomes) == len(a.committed)
     assert c.committed == a.committed[: len(c.committed)]
-    assert max(s.last for r in c.seat.said(StepsCommitted) for s in r.steps) == c.committed[-1]  # told before it went
+    assert (
+        max(s.last for r in c.runtime.said(StepsCommitted) for s in r.steps) == c.committed[-1]
+    )  # told before it went
 
 
 def test_a_connection_that_failed_without_a_loss_is_made_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -552,8 +554,8 @@ def test_who_waits_for_long_says_so(world: World, monkeypatch: pytest.MonkeyPatc
     a, b = world.start(0, 1)
     b.hold_at = 3
     world.publish(0, 1)
-    world.wait(lambda: any(r.step == 3 and r.generation == 1 for r in a.seat.said(GroupStalled)))
-    assert a.seat.said(GroupStalled)[-1].waited_s >= 0.05
+    world.wait(lambda: any(r.step == 3 and r.generation == 1 for r in a.runtime.said(GroupStalled)))
+    assert a.runtime.said(GroupStalled)[-1].waited_s >= 0.05
     b.go.set()
     world.end(0, 1)
 

@@ -14,7 +14,7 @@ from groups import ListLoader, Member, alone, run_group
 from scripts import State, adam, close, data, loss_of, net, plain, same, trained, values
 from torch import nn
 
-from everstep.allreduce import flats
+from everstep.allreduce import gradient_buckets
 from everstep.config.spec import JobSpec
 from everstep.model.group import Mark, StepSplit
 
@@ -413,8 +413,8 @@ def test_logical_workers_give_the_same_bits_on_any_number_of_processes(parts: in
 def test_parts_are_reduced_in_buckets_while_backward_runs_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = JobSpec(workers=2, logical_workers=5, seed=7)
     expected = alone(spec, logical)
-    monkeypatch.setattr(flats, "FIRST_BYTES", 64)
-    monkeypatch.setattr(flats, "BUCKET_BYTES", 64)
+    monkeypatch.setattr(gradient_buckets, "FIRST_BYTES", 64)
+    monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", 64)
 
     def script(member: Member) -> tuple[bool, int, State]:
         member.session.break_at = {2} if member.size == 2 else set()  # of its all-reduces

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from everstep.allreduce.flats import BucketLayout
-from everstep.allreduce.leading import FollowingSession, LeadingSession
+from everstep.allreduce.gradient_buckets import BucketLayout
+from everstep.allreduce.leader import FollowerSession, LeaderSession
 from everstep.allreduce.replica_group import Full, GradientsReduced, Over, Unit, Voted, split
-from everstep.allreduce.sharded import mapped, shared_flats
+from everstep.allreduce.sharded import mapped, shared_buckets
 from everstep.allreduce.step import StepAttempt
 from everstep.errors import ConfigError, InternalError, PlatformError
 from everstep.model.group import Micro
@@ -36,43 +36,43 @@ def pair() -> tuple[Unit, Unit]:
     return Unit(0, 2, [ours]), Unit(1, 2, [theirs])
 
 
-def test_gradients_of_a_mate_lie_in_memory_that_its_leader_maps() -> None:
-    leader, mate = pair()
+def test_gradients_of_a_follower_lie_in_memory_that_its_leader_maps() -> None:
+    leader, follower = pair()
     layout = BucketLayout([torch.zeros(7), torch.zeros(3, dtype=torch.float64), torch.zeros(0)], 5)
-    flats, fd = shared_flats(layout)
-    flats.views[0].fill_(2.0)
-    flats.tail.fill_(3.0)
+    buckets, fd = shared_buckets(layout)
+    buckets.views[0].fill_(2.0)
+    buckets.tail.fill_(3.0)
     kinds = tuple((n, str(k[0]).removeprefix("torch.")) for n, k in zip(layout.numels, layout.kinds, strict=True))
-    mate.answer(Full(layout.tail, kinds), fd)
+    follower.answer(Full(layout.tail, kinds), fd)
     os.close(fd)
     full, got = leader.hear_full(1)
     assert got is not None
-    found = mapped(got, [(n, getattr(torch, d)) for n, d in full.flats])
+    found = mapped(got, [(n, getattr(torch, d)) for n, d in full.tensors])
     os.close(got)
-    for mine, theirs in zip(flats.flats, found, strict=True):
+    for mine, theirs in zip(buckets.tensors, found, strict=True):
         assert torch.equal(mine, theirs)
     found[-1].add_(1.0)
-    assert flats.tail.tolist() == [4.0] * 5
+    assert buckets.tail.tolist() == [4.0] * 5
 
 
 def test_a_word_out_of_turn_and_the_end_of_a_process_are_errors_not_waits() -> None:
-    leader, mate = pair()
+    leader, follower = pair()
     leader.tell_all(Over(True, 1.0, False))
     with pytest.raises(InternalError, match="expected Voted and got Over"):
-        mate.hear(Voted)
-    mate.answer(GradientsReduced(True, True))
+        follower.hear(Voted)
+    follower.answer(GradientsReduced(True, True))
     with pytest.raises(InternalError, match="at the end of backward"):
         leader.hear_full(1)
     del leader
     with pytest.raises(PlatformError, match="is gone"):
-        mate.hear_any()
+        follower.hear_any()
     with pytest.raises(ConfigError, match="EVERSTEP_UNIT"):
         Unit.from_environment({"EVERSTEP_UNIT": "1/x:"})
     assert Unit.from_environment({}).size == 1
 
 
-def test_a_mate_gets_the_leaders_step_with_its_own_samples() -> None:
-    leader, mate = pair()
+def test_a_follower_gets_the_leaders_step_with_its_own_samples() -> None:
+    leader, follower = pair()
     group: Any = "the leaders' collective"
     step = StepAttempt(
         number=7,
@@ -88,10 +88,10 @@ def test_a_mate_gets_the_leaders_step_with_its_own_samples() -> None:
         collective=group,
         parts=((0, 1), (1, 2)),
     )
-    inner = SimpleNamespace(begin=lambda: step, seat=SimpleNamespace(slot=0))
-    mine = LeadingSession(inner, leader).begin()
+    inner = SimpleNamespace(begin=lambda: step, runtime=SimpleNamespace(slot=0))
+    mine = LeaderSession(inner, leader).begin()
     assert mine == replace(step, micros=(Micro(40, 43), Micro(45, 48, 4)))
     state: Any = None
-    theirs = FollowingSession(state, mate).begin()
-    assert theirs is not None and mate.chief
+    theirs = FollowerSession(state, follower).begin()
+    assert theirs is not None and follower.chief
     assert replace(theirs, collective=group) == replace(step, micros=(Micro(43, 45), Micro(48, 50, 4)), parts=())

@@ -13,7 +13,7 @@ from torch import nn
 
 import everstep as es
 from everstep.api import job as api_job
-from everstep.api.embedded import EmbeddedSeat
+from everstep.api.embedded import EmbeddedRuntime
 from everstep.api.job import Job, pass_too_large
 from everstep.errors import ScriptError
 from everstep.monitor.audit import audit
@@ -37,7 +37,7 @@ def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Any]:
-    one = Job(EmbeddedSeat.alone({"mode": "allreduce", "run_dir": str(tmp_path / "run")}, None))
+    one = Job(EmbeddedRuntime.alone({"mode": "allreduce", "run_dir": str(tmp_path / "run")}, None))
     yield one
     one.close()
 
@@ -133,7 +133,7 @@ def test_a_batch_that_does_not_fit_is_computed_in_passes_that_do(job: Any, monke
 def test_where_a_batch_cannot_be_cut_it_has_to_fit(
     tmp_path: Path, kind: type[Job], options: dict[str, Any], words: str
 ) -> None:
-    job = kind(EmbeddedSeat.alone({"run_dir": str(tmp_path / "run"), **options}, None))
+    job = kind(EmbeddedRuntime.alone({"run_dir": str(tmp_path / "run"), **options}, None))
     model = job.replicate(nn.Linear(6, 1))
     job.optimizer(torch.optim.SGD(model.parameters(), lr=0.5))
     with pytest.raises(ScriptError, match=words):
@@ -156,7 +156,7 @@ def test_state_dict_round_trip(job: Any, tmp_path: Path) -> None:
     first, _ = script(job)
     torch.save(first, tmp_path / "state.pt")
     job.close()
-    again = Job(EmbeddedSeat.alone({"mode": "allreduce", "run_dir": str(tmp_path / "again")}, None))
+    again = Job(EmbeddedRuntime.alone({"mode": "allreduce", "run_dir": str(tmp_path / "again")}, None))
     try:
         _, opt = script(again, torch.load(tmp_path / "state.pt", weights_only=True))
         assert {float(s["step"]) for s in opt.state.values()} == {2.0 * N / BATCH}

@@ -23,7 +23,7 @@ from everstep.native.ledger import bitmap
 from everstep.net.messages import Push, Pushed
 from everstep.tables.step_pushes import Owed, table_shard
 from everstep.tables.stepped_rows import Stepped, in_intervals
-from everstep.testing.twin import bucket_of
+from everstep.testing.twin import partition_of
 
 N, BATCH = 240, 30
 
@@ -286,8 +286,8 @@ class Counted(nn.Module):
         return loss
 
 
-def test_a_bucket_that_has_a_part_of_a_step_gets_only_the_rest(join: Callable[..., Job]) -> None:
-    """A line of states that is over has brought some buckets beyond the first batch of a step of two."""
+def test_a_partition_that_has_a_part_of_a_step_gets_only_the_rest(join: Callable[..., Job]) -> None:
+    """A line of states that is over has brought some partitions beyond the first batch of a step of two."""
     job = join(mode="allreduce", ps=1)
     model = job.replicate(job.sparse(Counted(), optimizer=es.SGD(lr=1.0)))
     opt = job.optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
@@ -298,7 +298,7 @@ def test_a_bucket_that_has_a_part_of_a_step_gets_only_the_rest(join: Callable[..
     for batch in job.steps(job.loader({"row": rows}, BATCH, epochs=1, shuffle=False)):
         if first:
             first = False
-            client, shard = job._seat.client, table_shard(0, 0)
+            client, shard = job._runtime.client, table_shard(0, 0)
             version, lease = client.router.version, LeaseNo(job._trainer.engine.session.group.lease)  # type: ignore[attr-defined]
             (ps,), lives = client.router.slots, {p.slot: p.incarnation for p in client.router.placement.servers}
             token = Token(shard, 0, BATCH, lease, lives[ps], Slot(0), Incarnation(1))
@@ -314,8 +314,8 @@ def test_a_bucket_that_has_a_part_of_a_step_gets_only_the_rest(join: Callable[..
             opt.zero_grad()
     gained = (model.state_dict()["rows.weight"].flatten() - before).round().int()
     table = next(iter(job._tables.infos.values())).spec.id
-    bucket = torch.from_numpy(bucket_of(rows.numpy(), table, 64))
-    had = torch.isin(bucket, torch.tensor(ahead)) & (rows < BATCH)
+    partition = torch.from_numpy(partition_of(rows.numpy(), table, 64))
+    had = torch.isin(partition, torch.tensor(ahead)) & (rows < BATCH)
     assert had.any() and torch.equal(gained, (~had).int())
     job.close()
     assert audit(Path(job.run_dir)).ok

@@ -147,16 +147,16 @@ def test_ids_changed_in_place_after_the_pull(join: Join) -> None:
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_a_lease_taken_away_in_the_middle(join: Join, prefetch: int) -> None:
     """The master gives the shard away (to us again, under a new lease): what was pushed counts once, the rest is
-    done by the new owner from where the buckets are."""
+    done by the new owner from where the partitions are."""
     job = join(prefetch=prefetch)
     model = counting(job)
-    seat, engine = job._seat, job._engine
+    runtime, engine = job._runtime, job._engine
     taken = 0
     for i, batch in enumerate(job.steps(job.loader({"id": np.arange(2000)}, batch_size=4, epochs=2))):
         (-model(batch["id"]).sum()).backward()
         if i % 37 == 5:
             lease = engine.tables.current.work.lease  # type: ignore[union-attr]
-            seat.master.tell(events.LeaseExpired(lease.shard, lease.no, 1.0))  # type: ignore[attr-defined]
+            runtime.master.tell(events.LeaseExpired(lease.shard, lease.no, 1.0))  # type: ignore[attr-defined]
             engine.revoked(lease.no)
             taken += 1
     assert taken > 10

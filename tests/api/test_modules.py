@@ -177,7 +177,7 @@ def test_meta_begins_as_the_initialiser_says_and_needs_no_memory(join: Join) -> 
         rows = model(ids)
     assert rows.shape == (1000, 64)
     assert abs(float(rows.mean())) < 0.02 and abs(float(rows.std()) - 1) < 0.02
-    assert job._seat.service._stat().rows.get("embedding", 0) == 0  # type: ignore[attr-defined] # only looked at
+    assert job._runtime.service._stat().rows.get("embedding", 0) == 0  # type: ignore[attr-defined] # only looked at
     uniform = join(seed=5).sparse(nn.Embedding(100, 4, device="meta"), init=es.Uniform(2, 3))
     weight = uniform.state_dict()["weight"]
     assert float(weight.min()) >= 2 and float(weight.max()) < 3

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from everstep.api.embedded import EmbeddedSeat
+from everstep.api.embedded import EmbeddedRuntime
 from everstep.api.job import Job
 from everstep.errors import ScriptError
 
@@ -45,7 +45,7 @@ def forked(body: Callable[[Path], None], folder: Path) -> None:
 
 
 def make(folder: Path, name: str) -> Any:
-    return Job(EmbeddedSeat.alone({"mode": "allreduce", "run_dir": str(folder / name)}, None))
+    return Job(EmbeddedRuntime.alone({"mode": "allreduce", "run_dir": str(folder / name)}, None))
 
 
 def net() -> nn.Sequential:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import everstep as es
-from everstep.api.embedded import EmbeddedSeat
+from everstep.api.embedded import EmbeddedRuntime
 from everstep.api.job import Job
 from everstep.brain import events
 from everstep.brain.policy_control import divide
@@ -47,25 +47,25 @@ OPTIMIZERS: dict[str, tuple[OptimizerSpec, Callable[[Any], torch.optim.Optimizer
 }
 
 
-class OneOfTwo(EmbeddedSeat):
+class OneOfTwo(EmbeddedRuntime):
     """A worker of a job of two, in one process. Orders come on a thread of their own, as they do from a real master."""
 
     def __init__(self, spec: JobSpec, run_dir: Path, first: OneOfTwo | None) -> None:
         if first is None:
             super().__init__(spec, run_dir)
             self.keeper = PaceKeeper(self.master.brain, HeartbeatWatch(spec), spec, ONE, self._order)
-            self.seats: dict[Slot, OneOfTwo] = {}
+            self.runtimes: dict[Slot, OneOfTwo] = {}
         else:
             self.__dict__.update({**first.__dict__, "slot": Slot(1)})
             self.arena = Arena(64 << 20)
             self.client = PsClient(self.arena)
-        self.seats[self.slot] = self
+        self.runtimes[self.slot] = self
         self.orders: queue.SimpleQueue[Any] = queue.SimpleQueue()
         threading.Thread(target=self._deliver, daemon=True).start()
 
     def _order(self, slot: Slot, turn: Turn) -> None:
-        if slot in self.seats:
-            self.seats[slot].orders.put(turn)
+        if slot in self.runtimes:
+            self.runtimes[slot].orders.put(turn)
 
     def _deliver(self) -> None:
         while (turn := self.orders.get()) is not None:
@@ -94,8 +94,8 @@ class OneOfTwo(EmbeddedSeat):
     def close(self, error: str) -> None:
         """The last worker to leave takes the job with it."""
         self.orders.put(None)
-        del self.seats[self.slot]
-        if not self.seats:
+        del self.runtimes[self.slot]
+        if not self.runtimes:
             super().close(error)
             return
         self.master.tell(events.ProcessExited(Role.WORKER, self.slot, ONE, 0, error))
@@ -200,8 +200,8 @@ def train(
     trained: list[Any] = [None, None]
     batches: list[list[int]] = [[], []]
     together = threading.Barrier(2, timeout=30)
-    for seat in (first, OneOfTwo(spec, tmp_path, first)):
-        jobs.append(Job(seat))
+    for runtime in (first, OneOfTwo(spec, tmp_path, first)):
+        jobs.append(Job(runtime))
     models = [job.sparse(Net(), optimizer=OPTIMIZERS[optimizer][0]) for job in jobs]
     opts = [
         job.optimizer(OPTIMIZERS[optimizer][1](job.replicate(m).parameters()))
@@ -258,7 +258,7 @@ def test_a_step_that_is_cut_off_leaves_the_batch_in_hand_to_the_next_one(
 
     monkeypatch.setattr(WorkerProtocol, "alike", sometimes)
     first = OneOfTwo(JobSpec(workers=2, ps=1, consistency="sync", partitions=8), tmp_path, None)
-    jobs = [Job(seat) for seat in (first, OneOfTwo(JobSpec(), tmp_path, first))]
+    jobs = [Job(runtime) for runtime in (first, OneOfTwo(JobSpec(), tmp_path, first))]
     ended: list[int] = []
 
     def work(job: Job) -> None:

@@ -112,7 +112,7 @@ def test_what_a_step_consumed_stays_so_when_its_gradients_are_zeroed(
     join: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, alike: bool
 ) -> None:
     """As a worker of a job has it: a step is pushed when the iteration is over, behind ``opt.zero_grad()``. ``alike``:
-    the buckets want all batches of a step, else each is a step by itself."""
+    the partitions want all batches of a step, else each is a step by itself."""
     monkeypatch.setattr(StepBuilder, "_immediate", False)
     monkeypatch.setattr(StepBuilder, "goes_on", lambda builder, work: alike)
     report = said(train(join, "ps", every=2))

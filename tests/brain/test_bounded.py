@@ -82,12 +82,12 @@ class Job:
             self.lines[name] = max(count, self.lines.get(name, 0))
 
     def workers(self) -> list[tuple[Slot, Incarnation]]:
-        seats = self.brain.members.workers.items()
-        return [(slot, seat.member.incarnation) for slot, seat in seats if seat.running]
+        records = self.brain.members.workers.items()
+        return [(slot, record.member.incarnation) for slot, record in records if record.running]
 
     def hello(self) -> None:
-        for seat in list(self.brain.members.all()):
-            m = seat.member
+        for record in list(self.brain.members.all()):
+            m = record.member
             if m.state is MemberState.STARTING:
                 address = Address(m.node, f"sock/{m.role}-{m.slot}.sock")
                 self.tell(said.Event(self.at, said.MemberJoined(m.role, m.slot, m.incarnation, m.node, 1, address)))
@@ -119,7 +119,7 @@ def tables(n: int) -> Job:
                 said.Event(job.at, said.ShardAsked(0, 3, number), said.by_worker(slot, life)),
                 "a shard is asked for" if slot < 2 else "",
             )
-    acks = tuple((slot, seat.member.incarnation) for slot, seat in job.brain.members.servers.items())
+    acks = tuple((slot, record.member.incarnation) for slot, record in job.brain.members.servers.items())
     for held in list(job.brain.leases.values())[:3]:
         job.tell(
             said.Event(

@@ -65,8 +65,8 @@ class Chaos:
 
     def worker(self) -> tuple[Slot, Incarnation]:
         slot = Slot(self.rng.randrange(5))
-        seat = self.brain.members.workers.get(slot)
-        newest = seat.member.incarnation if seat is not None else 1
+        record = self.brain.members.workers.get(slot)
+        newest = record.member.incarnation if record is not None else 1
         return slot, Incarnation(max(1, newest - self.rng.choice((0, 0, 0, 1))))
 
     def servers(self) -> tuple[tuple[Slot, Incarnation], ...]:
@@ -77,8 +77,10 @@ class Chaos:
         return tuple((p.slot, Incarnation(p.incarnation - stale)) for p in placement.servers)
 
     def running(self, node: NodeId) -> tuple[tuple[Role, Slot, Incarnation, int], ...]:
-        seats = [s.member for s in self.brain.members.on(node) if s.running]
-        return tuple((m.role, m.slot, m.incarnation, 1) for m in seats if m.role is Role.PS or self.rng.random() < 0.8)
+        records = [s.member for s in self.brain.members.on(node) if s.running]
+        return tuple(
+            (m.role, m.slot, m.incarnation, 1) for m in records if m.role is Role.PS or self.rng.random() < 0.8
+        )
 
     def step(self) -> None:
         rng = self.rng
@@ -142,15 +144,15 @@ class Chaos:
         self.master += 1
         self.say(Event(self.at, MasterStarted(Incarnation(self.master), SPEC)))
         self.say(Event(self.at, NodeJoined(NODES[0], "", 0, 0, ())))
-        for slot, seat in list(self.brain.members.servers.items()):
+        for slot, record in list(self.brain.members.servers.items()):
             address = Address(NODES[0], f"ps{slot}")
-            self.say(Event(self.at, MemberJoined(Role.PS, slot, seat.member.incarnation, NODES[0], 1, address)))
+            self.say(Event(self.at, MemberJoined(Role.PS, slot, record.member.incarnation, NODES[0], 1, address)))
         while alive := [s for s in self.brain.members.workers.values() if s.running]:
-            seat = alive[0]
-            slot, incarnation = seat.member.slot, seat.member.incarnation
-            self.say(Event(self.at, MemberJoined(Role.WORKER, slot, incarnation, seat.member.node, 1)))
+            record = alive[0]
+            slot, incarnation = record.member.slot, record.member.incarnation
+            self.say(Event(self.at, MemberJoined(Role.WORKER, slot, incarnation, record.member.node, 1)))
             self.say(Event(self.at, PlanRegistered(PLAN), by_worker(slot, incarnation)))
-            for key in list(seat.held):
+            for key in list(record.held):
                 held = self.brain.leases[key]
                 self.say(Event(self.at, LeaseExpired(held.shard, held.no, 120.0)))
             ask = 10_000
@@ -160,11 +162,11 @@ class Chaos:
                 if isinstance(answer, EndOfData):
                     break
                 if not isinstance(answer, Granted):  # another one holds the rest: it is not there any more
-                    others = [s for s in alive[1:] if s.held] or [seat]
+                    others = [s for s in alive[1:] if s.held] or [record]
                     for other in others:
                         member = other.member
                         self.say(Event(self.at, MemberSilent(Role.WORKER, member.slot, member.incarnation, 9.0, True)))
-                    if others == [seat]:
+                    if others == [record]:
                         break  # it is on its way out
                     continue
                 placement = self.brain.placement
@@ -195,8 +197,8 @@ def test_chaos(seed: int) -> None:
             snapshot = chaos.brain.snapshot()
             chaos.brain = Brain.restore(snapshot)
             assert chaos.brain.snapshot() == snapshot
-        for seat in chaos.brain.members.servers.values():
-            assert seat.member.incarnation == 1
+        for record in chaos.brain.members.servers.values():
+            assert record.member.incarnation == 1
     assert chaos.heal(), chaos.brain
     chaos.brain.validate()
     dataset = chaos.brain.shards.datasets[0]

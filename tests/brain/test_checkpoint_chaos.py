@@ -1,7 +1,8 @@
 """Checkpoints, losses of ps that nothing else protects, and a resumed job, in random order: every sample counts once.
 
-The world here knows for each bucket how far each shard was really applied to it, and what each image has of that. A ps
-that dies takes its buckets along; whoever is given them loads the image that the placement names, and nothing else.
+The world here knows for each partition how far each shard was really applied to it, and what each snapshot has of that.
+A ps that dies takes its partitions along; whoever is given them loads the snapshot that the placement names, and
+nothing else.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import pytest
 
 from everstep.brain.brain import Brain
 from everstep.brain.events import (
-    BucketsReady,
     CheckpointAsked,
     CheckpointCommitted,
     CommitManifest,
@@ -20,38 +20,39 @@ from everstep.brain.events import (
     EndOfData,
     Event,
     Granted,
-    ImagesWritten,
     JobResumed,
     MasterStarted,
     MemberJoined,
     MirrorsReady,
     NodeJoined,
     Ok,
+    PartitionsReady,
     PlanRegistered,
     ProcessExited,
     Reply,
     ShardAsked,
     ShardDone,
+    SnapshotsWritten,
     StartProcess,
     by_ps,
     by_worker,
 )
 from everstep.config.spec import JobSpec
-from everstep.ids import BucketId, Incarnation, LeaseNo, NodeId, ShardKey, Slot
-from everstep.model.image import BucketImage, Manifest
+from everstep.ids import Incarnation, LeaseNo, NodeId, PartitionId, ShardKey, Slot
 from everstep.model.member import Address, Role
 from everstep.model.reasons import Arrival, CheckpointReason
 from everstep.model.shard import Lease, ShardSchedule, shard_key
+from everstep.model.snapshot import Manifest, PartitionSnapshot
 from seeds import seeds
 
 NODE = NodeId("node0")
-BUCKETS, EPOCHS, SAMPLES, SHARD = 4, 2, 35, 10
+PARTITIONS, EPOCHS, SAMPLES, SHARD = 4, 2, 35, 10
 
 Applied = dict[ShardKey, int]
 
 
 class World:
-    def __init__(self, seed: int, ps: int, images: dict[int, dict[int, Applied]] | None = None) -> None:
+    def __init__(self, seed: int, ps: int, snapshots: dict[int, dict[int, Applied]] | None = None) -> None:
         self.rng = random.Random(seed)
         self.at = 1000.0
         self.brain = Brain()
@@ -61,10 +62,10 @@ class World:
         self.asks: dict[Slot, int] = {}
         self.leases: dict[Slot, dict[ShardKey, Lease]] = {}
         self.ended: set[Slot] = set()
-        self.live: list[Applied | None] = [{} for _ in range(BUCKETS)]  # None: whoever had it is dead
-        self.home: list[tuple[Slot, Incarnation] | None] = [None] * BUCKETS
-        self.images: dict[int, dict[int, Applied]] = images or {}  # of manifests
-        self.written: dict[tuple[int, int, int], Applied] = {}  # by checkpoint, bucket, seq
+        self.live: list[Applied | None] = [{} for _ in range(PARTITIONS)]  # None: whoever had it is dead
+        self.home: list[tuple[Slot, Incarnation] | None] = [None] * PARTITIONS
+        self.snapshots: dict[int, dict[int, Applied]] = snapshots or {}  # of manifests
+        self.written: dict[tuple[int, int, int], Applied] = {}  # by checkpoint, partition, seq
         self.manifests: dict[int, Manifest] = {}
         self.to_commit: list[int] = []
 
@@ -85,7 +86,7 @@ class World:
                     self.to_commit.append(manifest.checkpoint)
                 case DropCheckpoints(checkpoints):
                     for number in checkpoints:
-                        self.images.pop(number, None)
+                        self.snapshots.pop(number, None)
         return answer
 
     def begin(self, spec: JobSpec, manifest: Manifest | None = None) -> None:
@@ -93,7 +94,7 @@ class World:
         self.tell(Event(self.at, MasterStarted(master, spec, True)))
         if manifest is not None:
             self.tell(Event(self.at, JobResumed(manifest, "old", manifest.checkpoint + 3)))
-            self.live = [None] * BUCKETS
+            self.live = [None] * PARTITIONS
         self.tell(Event(self.at, NodeJoined(NODE, "", 0, 0)))
 
     # ------------------------------------------------------------ what may happen
@@ -117,32 +118,34 @@ class World:
         if placement is None:
             return
         lives = {place.slot: place.incarnation for place in placement.servers}
-        bucket = BucketId(self.rng.randrange(BUCKETS))
-        owner = placement.owner[bucket]
+        partition = PartitionId(self.rng.randrange(PARTITIONS))
+        owner = placement.owner[partition]
         incarnation = self.alive.get((Role.PS, owner))
         if incarnation is None or lives.get(owner) != incarnation:
             return
-        if self.home[bucket] != (owner, incarnation):
-            if number := dict(placement.images).get(bucket):
-                self.live[bucket] = dict(self.images[number][bucket])
+        if self.home[partition] != (owner, incarnation):
+            if number := dict(placement.snapshots).get(partition):
+                self.live[partition] = dict(self.snapshots[number][partition])
                 how = Arrival.LOADED
-            elif self.live[bucket] is None:
+            elif self.live[partition] is None:
                 return
-            elif self.home[bucket] is None:
-                assert dict(placement.images).get(bucket) == 0, "a bucket begins empty, but the map does not say so"
+            elif self.home[partition] is None:
+                assert dict(placement.snapshots).get(partition) == 0, (
+                    "a bucket begins empty, but the map does not say so"
+                )
                 how = Arrival.PROMOTED
             else:
-                mine = [m for m in placement.mirrors_of(bucket) if m.at == owner]
+                mine = [m for m in placement.mirrors_of(partition) if m.at == owner]
                 if not mine:
                     return
                 how = Arrival.PROMOTED
-            self.home[bucket] = (owner, incarnation)
+            self.home[partition] = (owner, incarnation)
         else:
             how = Arrival.LOADED
-        self.tell(Event(self.at, BucketsReady(placement.version, (bucket,), how), by_ps(owner, incarnation)))
+        self.tell(Event(self.at, PartitionsReady(placement.version, (partition,), how), by_ps(owner, incarnation)))
         for (role, slot), life in list(self.alive.items()):
             mirrors = tuple(m.id for m in placement.mirrors_at(slot))
-            if role is Role.PS and mirrors and all(self.live[b] is not None for b in range(BUCKETS)):
+            if role is Role.PS and mirrors and all(self.live[b] is not None for b in range(PARTITIONS)):
                 self.tell(Event(self.at, MirrorsReady(mirrors), by_ps(slot, life)))
 
     def whole(self) -> bool:
@@ -183,8 +186,8 @@ class World:
         if current is None or current.no != lease.no:
             del self.leases[slot][lease.shard]  # fenced
             return
-        for bucket in range(BUCKETS):
-            applied = self.live[bucket]
+        for partition in range(PARTITIONS):
+            applied = self.live[partition]
             assert applied is not None
             mark = applied.get(lease.shard, lease.start)
             applied[lease.shard] = lease.stop if wholly else self.rng.randint(mark, lease.stop)
@@ -206,41 +209,43 @@ class World:
         role, slot = self.rng.choice(sorted(self.alive))
         life = self.alive.pop((role, slot))
         if role is Role.PS:
-            for bucket in range(BUCKETS):
-                if self.home[bucket] == (slot, life) and not self.mirrored(BucketId(bucket)):
-                    self.live[bucket] = None
+            for partition in range(PARTITIONS):
+                if self.home[partition] == (slot, life) and not self.mirrored(PartitionId(partition)):
+                    self.live[partition] = None
         else:
             self.leases[slot] = {}
         self.tell(Event(self.at, ProcessExited(role, slot, life, -9)))
 
-    def mirrored(self, bucket: BucketId) -> bool:
+    def mirrored(self, partition: PartitionId) -> bool:
         """Whether a ps that lives has a complete mirror of it, on which it was to move there."""
         placement, ready = self.brain.placement, self.brain.state.protection.ready
         assert placement is not None
-        return any(m.id in ready and (Role.PS, m.at) in self.alive for m in placement.mirrors_of(bucket))
+        return any(m.id in ready and (Role.PS, m.at) in self.alive for m in placement.mirrors_of(partition))
 
     def checkpoint(self) -> None:
         self.tell(Event(self.at, CheckpointAsked(CheckpointReason.DUE, self.rng.random() < 0.2)))
 
     def write(self) -> None:
-        """A ps images some of what it has; at once, or a part of it."""
+        """A ps snapshots some of what it has; at once, or a part of it."""
         writing = self.brain.checkpoints.writing
         servers = [(slot, life) for (role, slot), life in self.alive.items() if role is Role.PS]
         if writing is None or not servers:
             return
         slot, life = self.rng.choice(servers)
         error = "no space" if self.rng.random() < 0.03 else ""
-        images = []
-        for bucket in range(BUCKETS):
-            applied = self.live[bucket]
-            if self.home[bucket] == (slot, life) and applied is not None and self.rng.random() < 0.8 and not error:
+        snapshots = []
+        for partition in range(PARTITIONS):
+            applied = self.live[partition]
+            if self.home[partition] == (slot, life) and applied is not None and self.rng.random() < 0.8 and not error:
                 released = set(self.brain.shards.released)
                 marks = tuple(sorted((k, w) for k, w in applied.items() if k not in released))
-                self.written[writing.number, bucket, int(self.at)] = dict(applied)
-                images.append(
-                    BucketImage(bucket=BucketId(bucket), seq=int(self.at), fingerprint=0, watermarks=marks, files=())
+                self.written[writing.number, partition, int(self.at)] = dict(applied)
+                snapshots.append(
+                    PartitionSnapshot(
+                        partition=PartitionId(partition), seq=int(self.at), fingerprint=0, watermarks=marks, files=()
+                    )
                 )
-        self.tell(Event(self.at, ImagesWritten(writing.number, tuple(images), (), error), by_ps(slot, life)))
+        self.tell(Event(self.at, SnapshotsWritten(writing.number, tuple(snapshots), (), error), by_ps(slot, life)))
 
     def commit(self) -> None:
         if not self.to_commit:
@@ -248,8 +253,8 @@ class World:
         number = self.to_commit.pop()
         error = "unreachable" if self.rng.random() < 0.1 else ""
         if not error:
-            images = self.manifests[number].images
-            self.images[number] = {i.bucket: self.written[number, i.bucket, i.seq] for i in images}
+            snapshots = self.manifests[number].snapshots
+            self.snapshots[number] = {i.partition: self.written[number, i.partition, i.seq] for i in snapshots}
         self.tell(Event(self.at, CheckpointCommitted(number, error)))
 
     def step(self, trouble: bool) -> None:
@@ -269,23 +274,23 @@ class World:
         job = self.brain.job
         assert job.exit_code == 0, f"{job!r} {job.error} {self.brain.shards.datasets} {self.brain.checkpoints!r}"
         newest = self.brain.checkpoints.newest
-        for bucket in range(BUCKETS):
-            applied = self.live[bucket]
+        for partition in range(PARTITIONS):
+            applied = self.live[partition]
             if applied is None:  # lost at the very end, when the last checkpoint had it
                 assert newest is not None
-                applied = self.images[newest.checkpoint][bucket]
+                applied = self.snapshots[newest.checkpoint][partition]
             for epoch in range(EPOCHS):
                 for index in range(-(-SAMPLES // SHARD)):
                     key = shard_key(0, epoch, index)
                     stop = min((index + 1) * SHARD, SAMPLES)
-                    assert applied.get(key) == stop, f"bucket {bucket} lacks {epoch} #{index}"
+                    assert applied.get(key) == stop, f"bucket {partition} lacks {epoch} #{index}"
 
 
 def spec(ps: int) -> JobSpec:
     return JobSpec(
         workers=2,
         ps=ps,
-        partitions=BUCKETS,
+        partitions=PARTITIONS,
         checkpoint_every="30s",
         checkpoint_keep=1,
         max_restarts=10_000,
@@ -316,7 +321,7 @@ def test_a_resumed_job(seed: int) -> None:
     manifest = old.brain.checkpoints.newest
     if manifest is None:
         pytest.skip("the old job ended without a checkpoint")
-    new = World(seed + 1000, 1 + (seed + 1) % 3, {manifest.checkpoint: old.images[manifest.checkpoint]})
+    new = World(seed + 1000, 1 + (seed + 1) % 3, {manifest.checkpoint: old.snapshots[manifest.checkpoint]})
     new.begin(spec(new.ps), manifest)
     for _ in range(new.rng.randint(50, 500)):
         if new.brain.job.over:

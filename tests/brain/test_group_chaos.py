@@ -110,21 +110,21 @@ class Chaos:
 
     def died(self, slot: Slot, incarnation: Incarnation) -> bool:
         """Killed; who left by itself had changed over before."""
-        seat = self.brain.members.workers[slot]
-        if seat.member.incarnation == incarnation and seat.running:
+        record = self.brain.members.workers[slot]
+        if record.member.incarnation == incarnation and record.running:
             return False
         ends = [e for e in self.said if isinstance(e, ProcessExited) and (e.slot, e.incarnation) == (slot, incarnation)]
         return bool(ends) and ends[0].status == -9
 
     def worker(self) -> tuple[Slot, Incarnation]:
         slot = Slot(self.rng.randrange(5))
-        seat = self.brain.members.workers.get(slot)
-        newest = seat.member.incarnation if seat is not None else 1
+        record = self.brain.members.workers.get(slot)
+        newest = record.member.incarnation if record is not None else 1
         return slot, Incarnation(max(1, newest - self.rng.choice((0, 0, 0, 0, 1))))
 
     def running(self, node: NodeId) -> tuple[tuple[Role, Slot, Incarnation, int], ...]:
-        seats = [s.member for s in self.brain.members.on(node) if s.running]
-        return tuple((m.role, m.slot, m.incarnation, 1) for m in seats if self.rng.random() < 0.8)
+        records = [s.member for s in self.brain.members.on(node) if s.running]
+        return tuple((m.role, m.slot, m.incarnation, 1) for m in records if self.rng.random() < 0.8)
 
     def enter(self, slot: Slot, incarnation: Incarnation) -> None:
         self.say(Event(self.at, MemberJoined(Role.WORKER, slot, incarnation, NODES[0], 1)))
@@ -140,9 +140,9 @@ class Chaos:
     def commit(self, slot: Slot, incarnation: Incarnation) -> None:
         """What a living member may say: the next steps, and some before them."""
         books, rng = self.brain.state.groups, self.rng
-        seat = self.brain.members.current(Role.WORKER, slot, incarnation)
+        record = self.brain.members.current(Role.WORKER, slot, incarnation)
         group = books.group
-        if seat is None or group is None or group.rank(slot, incarnation) < 0 or group.hold:
+        if record is None or group is None or group.rank(slot, incarnation) < 0 or group.hold:
             return
         steps: list[Committed] = []
         if self.steps and rng.random() < 0.5:
@@ -224,15 +224,15 @@ class Chaos:
             self.at += 1.0
             if self.brain.state.groups.timing.due_at:
                 self.say(Event(self.at, GroupDue()))
-            seats = [s for s in self.brain.members.workers.values() if s.running]
-            for seat in seats:
-                self.healthy(seat.member.slot, seat.member.incarnation)
+            records = [s for s in self.brain.members.workers.values() if s.running]
+            for record in records:
+                self.healthy(record.member.slot, record.member.incarnation)
         raise AssertionError(f"nobody gets on: {self.brain!r} {self.brain.state.groups!r}")
 
     def healthy(self, slot: Slot, incarnation: Incarnation) -> None:
         brain, books = self.brain, self.brain.state.groups
-        seat = brain.members.current(Role.WORKER, slot, incarnation)
-        if seat is None:
+        record = brain.members.current(Role.WORKER, slot, incarnation)
+        if record is None:
             return
         if slot not in books.asked or books.asked[slot].incarnation != incarnation:
             self.say(Event(self.at, MemberJoined(Role.WORKER, slot, incarnation, NODES[0], 1)))
@@ -242,7 +242,7 @@ class Chaos:
         group = books.group
         rank = group.rank(slot, incarnation) if group is not None else -1
         if rank < 0 or group is None:
-            if seat.stopping or any(x.slot == slot for x in books.leavers):
+            if record.stopping or any(x.slot == slot for x in books.leavers):
                 self.say(Event(self.at, ProcessExited(Role.WORKER, slot, incarnation, 143)))
             elif self.brain.groups.data_done() and self.copies_the_end(slot):
                 self.end(slot, incarnation)
@@ -260,8 +260,8 @@ class Chaos:
 
     def copies_the_end(self, slot: Slot) -> bool:
         """Whether somebody else has the state that this one's script ends with."""
-        seats = self.brain.members.workers.values()
-        return any(s.running and s.member.slot != slot and self.brain.groups.has_state(s) for s in seats)
+        records = self.brain.members.workers.values()
+        return any(s.running and s.member.slot != slot and self.brain.groups.has_state(s) for s in records)
 
     def end(self, slot: Slot, incarnation: Incarnation) -> None:
         """Its script is over; it goes when nobody needs its state any more."""

@@ -6,7 +6,6 @@ import msgspec
 from test_replica_checkpoints import TRAIN, Script, actions
 
 from everstep.brain.events import (
-    BucketsReady,
     CheckpointAsked,
     CheckpointCommitted,
     CommitManifest,
@@ -16,15 +15,16 @@ from everstep.brain.events import (
     Grouped,
     GroupLeft,
     GroupSynced,
-    ImagesWritten,
     InstructionType,
     MemberJoined,
     MirrorsReady,
-    OrderImages,
+    OrderSnapshots,
+    PartitionsReady,
     ProcessExited,
     PublishGroup,
     PublishPlacement,
     Reply,
+    SnapshotsWritten,
     StartProcess,
     StepsCommitted,
     StopAsked,
@@ -34,12 +34,12 @@ from everstep.brain.events import (
     by_worker,
 )
 from everstep.config.spec import JobSpec
-from everstep.ids import BucketId, Incarnation, NodeId, Slot
+from everstep.ids import Incarnation, NodeId, PartitionId, Slot
 from everstep.model.group import Committed, Group, Mark
-from everstep.model.image import BucketImage, Holdings, ImageFile, Manifest
 from everstep.model.member import Address, Role
 from everstep.model.reasons import Arrival, CheckpointReason, LeaveReason
 from everstep.model.shard import LEASE_COUNTER_BITS, shard_key
+from everstep.model.snapshot import CheckpointFile, Holdings, Manifest, PartitionSnapshot
 
 SPEC = JobSpec(mode="allreduce", workers=2, ps=2, partitions=4, checkpoint_every="1h")
 
@@ -61,20 +61,20 @@ class Tables(Script):
     def lose(self, slot: int, life: int = 1) -> list[InstructionType]:
         return self.say(Event(0.0, ProcessExited(Role.PS, Slot(slot), Incarnation(life), -9, "")))
 
-    def images(self, slot: int, at: int, checkpoint: int = 1) -> list[InstructionType]:
+    def snapshots(self, slot: int, at: int, checkpoint: int = 1) -> list[InstructionType]:
         placement = self.brain.placement
         assert placement is not None
         mine = tuple(
-            BucketImage(
-                bucket=b,
+            PartitionSnapshot(
+                partition=b,
                 seq=at,
                 fingerprint=0,
                 watermarks=((shard_key(0, 0, 0), at),),
-                files=(ImageFile(f"images/000001/bucket-{b}.img", 10, "0" * 32),),
+                files=(CheckpointFile(f"images/000001/bucket-{b}.img", 10, "0" * 32),),
             )
             for b in placement.owned_by(Slot(slot))
         )
-        return self.say(Event(0.0, ImagesWritten(checkpoint, mine), by_ps(Slot(slot), Incarnation(1))))
+        return self.say(Event(0.0, SnapshotsWritten(checkpoint, mine), by_ps(Slot(slot), Incarnation(1))))
 
 
 def test_members_get_the_map_and_a_lease_that_grows_with_generation_and_master() -> None:
@@ -106,27 +106,27 @@ def test_a_ps_is_no_member_of_the_group_though_a_worker_has_its_number() -> None
     assert not isinstance(job.commit(3, 3, 0, 40, 50)[0], Fenced)
 
 
-def test_a_checkpoint_is_the_replica_and_then_images_that_have_what_it_has() -> None:
+def test_a_checkpoint_is_the_replica_and_then_snapshots_that_have_what_it_has() -> None:
     job = Tables()
     job.commit(0, 3, 0, 0, 60)
-    assert OrderImages(1, 0) in job.say(Event(0.0, CheckpointAsked(CheckpointReason.ASKED)))
-    assert not any(isinstance(i, CommitManifest) for i in job.images(0, 100)), "from before the replica"
+    assert OrderSnapshots(1, 0) in job.say(Event(0.0, CheckpointAsked(CheckpointReason.ASKED)))
+    assert not any(isinstance(i, CommitManifest) for i in job.snapshots(0, 100)), "from before the replica"
     out = job.written(Mark(3, 0, 0, 50))
-    assert OrderImages(1, 0) in out and not any(isinstance(i, CommitManifest) for i in out)
-    job.images(0, 50)
-    out = job.images(1, 60)
+    assert OrderSnapshots(1, 0) in out and not any(isinstance(i, CommitManifest) for i in out)
+    job.snapshots(0, 50)
+    out = job.snapshots(1, 60)
     manifest: Manifest = next(i for i in out if isinstance(i, CommitManifest)).manifest
     assert manifest.replica is not None and manifest.replica.mark == Mark(3, 0, 0, 50)
-    assert [image.bucket for image in manifest.images] == [BucketId(b) for b in range(4)]
+    assert [snapshot.partition for snapshot in manifest.snapshots] == [PartitionId(b) for b in range(4)]
     assert manifest.samples_done == 50 and manifest.datasets[0].plan == TRAIN
 
 
-def test_images_behind_the_replica_or_a_replica_that_is_void_make_no_checkpoint() -> None:
+def test_snapshots_behind_the_replica_or_a_replica_that_is_void_make_no_checkpoint() -> None:
     job = Tables()
     job.commit(0, 3, 0, 0, 60)
     job.say(Event(0.0, CheckpointAsked(CheckpointReason.ASKED)))
     job.written(Mark(3, 0, 0, 50))
-    assert "checkpoint given up" in actions(job.images(0, 49))
+    assert "checkpoint given up" in actions(job.snapshots(0, 49))
     job.say(Event(0.0, CheckpointAsked(CheckpointReason.ASKED)))
     job.written(Mark(3, 0, 0, 50), checkpoint=2)
     for slot in (0, 1):
@@ -134,7 +134,7 @@ def test_images_behind_the_replica_or_a_replica_that_is_void_make_no_checkpoint(
     for slot in (0, 1):
         job.hire(slot)
         job.ask(slot)
-    assert "checkpoint given up" in actions(job.images(0, 60, checkpoint=2))
+    assert "checkpoint given up" in actions(job.snapshots(0, 60, checkpoint=2))
 
 
 def saved_tables() -> Tables:
@@ -143,13 +143,13 @@ def saved_tables() -> Tables:
     job.commit(0, 3, 0, 0, 60)
     job.say(Event(0.0, CheckpointAsked(CheckpointReason.ASKED)))
     job.written(Mark(3, 0, 0, 50))
-    job.images(0, 60)
-    job.images(1, 60)
+    job.snapshots(0, 60)
+    job.snapshots(1, 60)
     job.say(Event(0.0, CheckpointCommitted(1)))
     return job
 
 
-def test_a_bucket_that_goes_back_takes_everybody_back() -> None:
+def test_a_partition_that_goes_back_takes_everybody_back() -> None:
     job = saved_tables()
     job.commit(4, 5, 0, 60, 80)
     out = job.lose(1)
@@ -162,7 +162,7 @@ def test_a_bucket_that_goes_back_takes_everybody_back() -> None:
         later += job.say(Event(0.0, ProcessExited(Role.WORKER, Slot(slot), Incarnation(1), 143, "")))
     later += job.serve(1, life=2)  # (its next life had been ordered meanwhile, and is waited for)
     placement = next(i for i in later if isinstance(i, PublishPlacement)).placement
-    assert dict(placement.images)[BucketId(1)] == dict(placement.images)[BucketId(3)] == 1
+    assert dict(placement.snapshots)[PartitionId(1)] == dict(placement.snapshots)[PartitionId(3)] == 1
     assert {i.slot for i in later if isinstance(i, StartProcess) and i.role is Role.WORKER} == {0, 1}
     job.lives = dict.fromkeys(job.lives, 1)
     for slot in (0, 1):
@@ -173,13 +173,13 @@ def test_a_bucket_that_goes_back_takes_everybody_back() -> None:
     job.say(
         Event(
             0.0,
-            BucketsReady(placement.version, tuple(placement.owned_by(Slot(0))), Arrival.LOADED),
+            PartitionsReady(placement.version, tuple(placement.owned_by(Slot(0))), Arrival.LOADED),
             by_ps(Slot(0), Incarnation(1)),
         )
     )
 
 
-def test_a_newcomer_gets_no_state_of_those_who_end_since_buckets_go_back() -> None:
+def test_a_newcomer_gets_no_state_of_those_who_end_since_partitions_go_back() -> None:
     job = saved_tables()
     job.commit(4, 5, 0, 60, 80)
     job.kill(1)  # its next life is on its way, and is not among those who end
@@ -200,7 +200,7 @@ def test_a_newcomer_gets_no_state_of_those_who_end_since_buckets_go_back() -> No
     assert (begun.begin, begun.restore, begun.size) == (Mark(3, 0, 0, 50), 1, 2)
 
 
-def test_buckets_that_go_back_while_scripts_end_take_back_also_who_had_ended() -> None:
+def test_partitions_that_go_back_while_scripts_end_take_back_also_who_had_ended() -> None:
     job = saved_tables()
     job.commit(4, 6, 0, 60, 100)
     job.commit(7, 12, 1, 0, 100)
@@ -240,8 +240,8 @@ def test_a_job_that_stops_holds_its_group_so_that_its_last_checkpoint_is_of_one_
     job.say(Event(0.0, GroupSynced(group.generation), by_worker(Slot(1), Incarnation(1))))
     assert job.brain.groups.at_rest
     job.written(Mark(4, 0, 0, 50))
-    job.images(0, 50)
-    assert any(isinstance(i, CommitManifest) for i in job.images(1, 50))
+    job.snapshots(0, 50)
+    assert any(isinstance(i, CommitManifest) for i in job.snapshots(1, 50))
     out = job.say(Event(0.0, CheckpointCommitted(1)))
     assert [i.exit_code for i in out if isinstance(i, FinishJob)] == [0]
 

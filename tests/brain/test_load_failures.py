@@ -6,7 +6,6 @@ import pytest
 
 from everstep.brain.brain import Brain
 from everstep.brain.events import (
-    BucketsReady,
     Event,
     Instruction,
     JobResumed,
@@ -15,19 +14,22 @@ from everstep.brain.events import (
     MemberJoined,
     NodeJoined,
     Note,
+    PartitionsReady,
     ProcessExited,
     StartProcess,
     by_ps,
 )
 from everstep.config.spec import JobSpec
-from everstep.ids import BucketId, Incarnation, NodeId, Slot
-from everstep.model.image import BucketImage, Manifest
+from everstep.ids import Incarnation, NodeId, PartitionId, Slot
 from everstep.model.member import Address, Role
 from everstep.model.reasons import Arrival
+from everstep.model.snapshot import Manifest, PartitionSnapshot
 
 NODE = NodeId("node0")
 SPEC = JobSpec(ps=2, workers=1, partitions=4, resume_from="old", max_restarts=3)
-IMAGES = tuple(BucketImage(bucket=BucketId(b), seq=1, fingerprint=0, watermarks=(), files=()) for b in range(4))
+SNAPSHOTS = tuple(
+    PartitionSnapshot(partition=PartitionId(b), seq=1, fingerprint=0, watermarks=(), files=()) for b in range(4)
+)
 SEGV, KILL = -11, -9
 
 
@@ -37,7 +39,7 @@ class Story:
     def __init__(self) -> None:
         self.brain, self.at = Brain(), 0.0
         self.lives = {0: 0, 1: 0}
-        manifest = Manifest(job="toy", checkpoint=7, at=0.0, seed=0, buckets=4, images=IMAGES)
+        manifest = Manifest(job="toy", checkpoint=7, at=0.0, seed=0, partitions=4, snapshots=SNAPSHOTS)
         self.say(Event(0.0, MasterStarted(Incarnation(1), SPEC)))
         self.say(Event(0.0, JobResumed(manifest, "old", 9)))
         self.say(Event(0.0, NodeJoined(NODE, "", 0, 0)))
@@ -53,13 +55,13 @@ class Story:
                 out += self.say(Event(self.at, MemberJoined(Role.PS, one.slot, one.incarnation, NODE, 1, where)))
         return out
 
-    def fails(self, bucket: int, error: str = "it is not whole", checkpoint: int = 7, version: int = 0) -> None:
+    def fails(self, partition: int, error: str = "it is not whole", checkpoint: int = 7, version: int = 0) -> None:
         placement = self.brain.placement
         assert placement is not None
-        slot = placement.owner[bucket]
+        slot = placement.owner[partition]
         life = Incarnation(self.lives[slot])
         version = version or placement.version
-        self.say(Event(self.at, LoadFailed(version, BucketId(bucket), checkpoint, error), by_ps(slot, life)))
+        self.say(Event(self.at, LoadFailed(version, PartitionId(partition), checkpoint, error), by_ps(slot, life)))
 
     def ends(self, slot: int, status: int) -> list[Instruction]:
         return self.say(Event(self.at, ProcessExited(Role.PS, Slot(slot), Incarnation(self.lives[slot]), status)))
@@ -69,7 +71,7 @@ class Story:
         assert placement is not None
         for slot in (Slot(0), Slot(1)):
             life, mine = Incarnation(self.lives[slot]), tuple(placement.owned_by(slot))
-            self.say(Event(self.at, BucketsReady(placement.version, mine, Arrival.LOADED), by_ps(slot, life)))
+            self.say(Event(self.at, PartitionsReady(placement.version, mine, Arrival.LOADED), by_ps(slot, life)))
 
     @property
     def error(self) -> str:
@@ -79,11 +81,11 @@ class Story:
 def test_the_first_time_another_one_tries() -> None:
     story = Story()
     before = story.brain.placement
-    assert before is not None and dict(before.images) == dict.fromkeys(range(4), 7)
+    assert before is not None and dict(before.snapshots) == dict.fromkeys(range(4), 7)
     story.fails(1)
     after = story.brain.placement
     assert not story.error
-    assert after is not None and after.version > before.version and dict(after.images)[BucketId(1)] == 7
+    assert after is not None and after.version > before.version and dict(after.snapshots)[PartitionId(1)] == 7
     story.loads_all()
     assert not story.brain.keeper.books.missing, "and it could"
 

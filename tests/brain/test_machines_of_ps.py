@@ -9,10 +9,10 @@ from everstep.brain.brain import Brain
 from everstep.brain.events import Event, MemberJoined, NodeJoined, NodeLost, NodesDue, Note, PublishPlacement, by_ps
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, NodeId, Slot
-from everstep.model.image import Holdings
 from everstep.model.member import Address, Role
 from everstep.model.placement import Placement
 from everstep.model.reasons import Arrival
+from everstep.model.snapshot import Holdings
 from everstep.policies.node_selection import HOME_NODE
 
 B, C = NodeId("b"), NodeId("c")
@@ -69,7 +69,9 @@ class Job:
             by = by_ps(place.slot, place.incarnation)
             mirrors = tuple(m.id for m in placement.mirrors_at(place.slot))
             self.tell(said.MirrorsReady(mirrors), by)
-            self.tell(said.BucketsReady(placement.version, tuple(placement.owned_by(place.slot)), Arrival.REBUILT), by)
+            self.tell(
+                said.PartitionsReady(placement.version, tuple(placement.owned_by(place.slot)), Arrival.REBUILT), by
+            )
         return self.brain.placement != placement
 
     def lose(self, node: NodeId) -> None:
@@ -92,7 +94,7 @@ class Job:
         assert placement is not None
         of = {slot: self.brain.members.machine_of(NodeId(node)) for slot, node in self.nodes.items()}
         most = 0
-        for stripe in range(code.stripes(placement.buckets)):
+        for stripe in range(code.stripes(placement.partitions)):
             owners = placement.owner[stripe * code.k : (stripe + 1) * code.k]
             mirrors = [m.at for m in placement.mirrors if m.members[0] // code.k == stripe]
             most = max(most, [of[slot] for slot in (*owners, *mirrors)].count(machine))

@@ -7,7 +7,6 @@ import pytest
 
 from everstep.brain.brain import Brain
 from everstep.brain.events import (
-    BucketsReady,
     DrainAsked,
     Event,
     InstructionType,
@@ -17,6 +16,7 @@ from everstep.brain.events import (
     MirrorsReady,
     NodeJoined,
     Note,
+    PartitionsReady,
     PlanMade,
     ProcessExited,
     PublishPlacement,
@@ -24,10 +24,19 @@ from everstep.brain.events import (
     by_ps,
 )
 from everstep.config.spec import JobSpec
-from everstep.ids import BucketId, Incarnation, NodeId, Slot
+from everstep.ids import Incarnation, NodeId, PartitionId, Slot
 from everstep.model.decision import Decision
 from everstep.model.member import Address, Role
-from everstep.model.plan import Action, AdjustAccum, AdjustBatch, BackupWorkers, KillRestart, MoveBuckets, Plan, Scale
+from everstep.model.plan import (
+    Action,
+    AdjustAccum,
+    AdjustBatch,
+    BackupWorkers,
+    KillRestart,
+    MovePartitions,
+    Plan,
+    Scale,
+)
 from everstep.model.reasons import Arrival
 
 NODE, ONE = NodeId("node0"), Incarnation(1)
@@ -55,7 +64,7 @@ def follow(brain: Brain, at: float, *actions: Action) -> list[InstructionType]:
     ("action", "kind"),
     [
         (Scale(workers=3), StartProcess),
-        (MoveBuckets(owners={BucketId(0): Slot(1)}), PublishPlacement),
+        (MovePartitions(owners={PartitionId(0): Slot(1)}), PublishPlacement),
         (BackupWorkers(backup=1), None),
     ],
 )
@@ -77,7 +86,7 @@ def test_the_same_plan_twice_changes_nothing(action: Action, kind: type[object] 
             KillRestart(role=Role.WORKER, slot=Slot(0), incarnation=ONE),
             "without worker:0 there would be fewer than min_workers=1",
         ),
-        (MoveBuckets(owners={BucketId(0): Slot(7)}), "ps:7 is gone"),
+        (MovePartitions(owners={PartitionId(0): Slot(7)}), "ps:7 is gone"),
         (AdjustBatch(batch={Slot(1): 4}), "worker:1 is gone"),
         (AdjustAccum(accum={Slot(9): 4}), "worker:9 is gone"),
         (Scale(workers=9), "9 workers: more than 4 times the 2 it was begun with"),
@@ -91,19 +100,19 @@ def test_a_plan_for_somebody_who_has_left_is_dropped_and_said(action: Action, wh
     assert len(notes) == 1 and brain.state.control.plan is None and not brain.state.control.disabled
 
 
-def test_buckets_move_also_when_a_ps_was_drained_and_its_slot_stays_empty() -> None:
+def test_partitions_move_also_when_a_ps_was_drained_and_its_slot_stays_empty() -> None:
     brain = job(ps=3)
     brain.handle(Event(10.0, DrainAsked("ps:2", 30.0)))
     kill = KillRestart(role=Role.PS, slot=Slot(2), incarnation=ONE)
     assert not follow(brain, 10.5, kill), "it would come back, and was to go for good"
-    move = MoveBuckets(owners={BucketId(0): Slot(1)})
+    move = MovePartitions(owners={PartitionId(0): Slot(1)})
     assert not follow(brain, 11.0, move), "buckets are under way"
     assert brain.placement is not None
     for mirror in brain.placement.mirrors:
         brain.handle(Event(12.0, MirrorsReady((mirror.id,)), by_ps(mirror.at, ONE)))
     owned = brain.placement.owned_by(Slot(1))
     brain.handle(
-        Event(13.0, BucketsReady(brain.placement.version, tuple(owned), Arrival.PROMOTED), by_ps(Slot(1), ONE))
+        Event(13.0, PartitionsReady(brain.placement.version, tuple(owned), Arrival.PROMOTED), by_ps(Slot(1), ONE))
     )
     brain.handle(Event(14.0, ProcessExited(Role.PS, Slot(2), ONE, 0)))
     assert not brain.members.servers[Slot(2)].running

@@ -1,4 +1,4 @@
-"""Parameter servers die, come, leave and tell late or twice: no bucket is ever given to one that cannot have it.
+"""Parameter servers die, come, leave and tell late or twice: no partition is ever given to one that cannot have it.
 
 The world below knows what each ps really holds, and what it could get hold of, apart from the brain's books. One run
 again: ``EVERSTEP_SEED=17 pytest tests/brain/test_ps_chaos.py``.
@@ -13,7 +13,6 @@ import pytest
 
 from everstep.brain.brain import Brain
 from everstep.brain.events import (
-    BucketsReady,
     DrainAsked,
     Event,
     FinishJob,
@@ -21,6 +20,7 @@ from everstep.brain.events import (
     MemberJoined,
     MirrorsReady,
     NodeJoined,
+    PartitionsReady,
     ProcessExited,
     PublishPlacement,
     ScaleAsked,
@@ -30,11 +30,11 @@ from everstep.brain.events import (
 )
 from everstep.config.parity import parse_code
 from everstep.config.spec import JobSpec
-from everstep.ids import BucketId, Incarnation, NodeId, Slot
-from everstep.model.image import Holdings
+from everstep.ids import Incarnation, NodeId, PartitionId, Slot
 from everstep.model.member import Address, Role
 from everstep.model.placement import Mirror, Placement
 from everstep.model.reasons import Arrival
+from everstep.model.snapshot import Holdings
 from seeds import seeds
 
 NODE = NodeId("node0")
@@ -42,8 +42,8 @@ CODES = ["1+1", "4+1", "4+2", "2+2", "3+1", "0", "1+2"]
 
 
 class Ps(msgspec.Struct):
-    """One process. ``has``: buckets that it "serves", or has "kept" since they went elsewhere; ``whole``: mirrors that
-    are complete; ``came``: how and by which placement it got a bucket."""
+    """One process. ``has``: partitions that it "serves", or has "kept" since they went elsewhere; ``whole``: mirrors
+    that are complete; ``came``: how and by which placement it got a partition."""
 
     slot: Slot
     incarnation: Incarnation
@@ -72,7 +72,7 @@ class World:
         self.placement: Placement | None = None
         self.finish: FinishJob | None = None
         self.kills = self.tears = 0
-        self.first: dict[BucketId, tuple[Slot, Incarnation]] = {}
+        self.first: dict[PartitionId, tuple[Slot, Incarnation]] = {}
         self.said: list[Event] = []
 
     def say(self, event: Event) -> None:
@@ -102,31 +102,31 @@ class World:
         for place in placement.servers:
             ps = self.ps.get(place.slot)
             assert ps is not None and ps.incarnation == place.incarnation, "a ps in the map that is not there"
-        for bucket in range(placement.buckets):
-            self.can_have(placement, BucketId(bucket))
+        for partition in range(placement.partitions):
+            self.can_have(placement, PartitionId(partition))
 
-    def owner(self, bucket: int) -> Ps | None:
+    def owner(self, partition: int) -> Ps | None:
         assert self.placement is not None
-        return self.ps.get(self.placement.owner[bucket])
+        return self.ps.get(self.placement.owner[partition])
 
-    def held(self, bucket: int) -> bool:
+    def held(self, partition: int) -> bool:
         """By its owner."""
-        ps = self.owner(bucket)
-        return ps is not None and ps.has.get(bucket) == "serves"
+        ps = self.owner(partition)
+        return ps is not None and ps.has.get(partition) == "serves"
 
-    def can_have(self, placement: Placement, bucket: BucketId) -> None:
+    def can_have(self, placement: Placement, partition: PartitionId) -> None:
         """The owner holds it, or has a way to get it."""
-        if self.held(bucket):
+        if self.held(partition):
             return
-        ps = self.owner(bucket)
-        assert ps is not None, f"bucket {bucket} is given to one that is not there"
-        if ps.has.get(bucket) == "kept":
+        ps = self.owner(partition)
+        assert ps is not None, f"bucket {partition} is given to one that is not there"
+        if ps.has.get(partition) == "kept":
             return
-        if (bucket, 0) in placement.images:  # it begins empty: only ever with whom it was given to first
-            assert self.first.setdefault(bucket, (ps.slot, ps.incarnation)) == (ps.slot, ps.incarnation)
+        if (partition, 0) in placement.snapshots:  # it begins empty: only ever with whom it was given to first
+            assert self.first.setdefault(partition, (ps.slot, ps.incarnation)) == (ps.slot, ps.incarnation)
             return
-        mirrors = [m for m in placement.mirrors_of(bucket) if m.at == ps.slot and m.id in ps.whole]
-        assert mirrors, f"bucket {bucket} is given to ps:{ps.slot}, which has no complete mirror of it"
+        mirrors = [m for m in placement.mirrors_of(partition) if m.at == ps.slot and m.id in ps.whole]
+        assert mirrors, f"bucket {partition} is given to ps:{ps.slot}, which has no complete mirror of it"
         if any(len(m.members) == 1 for m in mirrors):
             return
         mirror = mirrors[0]
@@ -134,9 +134,9 @@ class World:
         rows = {m.row for m in placement.mirrors if m.members == mirror.members and self.complete(m)}
         assert len(lost) <= len(rows), f"members {lost} of a stripe are lost, rows {rows} are left"
 
-    def single(self, placement: Placement, bucket: int) -> bool:
-        ps = self.owner(bucket)
-        mirrors = placement.mirrors_of(BucketId(bucket))
+    def single(self, placement: Placement, partition: int) -> bool:
+        ps = self.owner(partition)
+        mirrors = placement.mirrors_of(PartitionId(partition))
         return any(len(m.members) == 1 and ps is not None and m.at == ps.slot and self.complete(m) for m in mirrors)
 
     def complete(self, mirror: Mirror) -> bool:
@@ -157,7 +157,7 @@ class World:
 
     def hello(self, ps: Ps) -> None:
         holds = Holdings(
-            buckets=tuple(BucketId(b) for b, how in ps.has.items() if how == "serves"),
+            partitions=tuple(PartitionId(b) for b, how in ps.has.items() if how == "serves"),
             mirrors=tuple(ps.whole),
             placement=ps.version,
             incarnation=ps.incarnation,
@@ -176,12 +176,12 @@ class World:
         if all((p.slot, p.incarnation) != (ps.slot, ps.incarnation) for p in placement.servers):
             return
         mine = set(placement.owned_by(ps.slot))
-        if placement.version > ps.version + 1:  # a bucket may have gone and come back in between
+        if placement.version > ps.version + 1:  # a partition may have gone and come back in between
             ps.came.update({b: (placement.version, "kept") for b, how in ps.has.items() if how == "serves"})
         ps.version = placement.version
-        for bucket in [b for b, how in ps.has.items() if how == "serves" and b not in mine]:
-            ps.has[bucket] = "kept"
-            ps.came.pop(bucket, None)
+        for partition in [b for b, how in ps.has.items() if how == "serves" and b not in mine]:
+            ps.has[partition] = "kept"
+            ps.came.pop(partition, None)
         here = {m.id: m for m in placement.mirrors_at(ps.slot)}
         ps.whole &= set(here)
         todo: list[int | Mirror] = [b for b in mine if ps.has.get(b) != "serves"]
@@ -193,7 +193,7 @@ class World:
         if isinstance(item, Mirror):
             ps.whole.add(item.id)
             return
-        if (BucketId(item), 0) in placement.images:
+        if (PartitionId(item), 0) in placement.snapshots:
             ps.has[item] = "serves"
             return
         mirrors = [m for m in here.values() if item in m.members and m.id in ps.whole]
@@ -220,8 +220,10 @@ class World:
             return
         if ps.whole:
             self.say(Event(self.at, MirrorsReady(tuple(ps.whole)), by_ps(ps.slot, ps.incarnation)))
-        for bucket, (version, how) in list(ps.came.items()):
-            self.say(Event(self.at, BucketsReady(version, (BucketId(bucket),), how), by_ps(ps.slot, ps.incarnation)))
+        for partition, (version, how) in list(ps.came.items()):
+            self.say(
+                Event(self.at, PartitionsReady(version, (PartitionId(partition),), how), by_ps(ps.slot, ps.incarnation))
+            )
 
     def tear(self, ps: Ps) -> None:
         """One of its mirrors lacks something: it is worth nothing from now on."""
@@ -278,7 +280,7 @@ class World:
         elif what < 0.965 and ps.whole and self.expendable():
             self.tear(ps)
         elif self.expendable():
-            full = self.brain.keeper.levels()["full"] == self.spec.buckets
+            full = self.brain.keeper.levels()["full"] == self.spec.partitions
             self.kill(ps)
             self.kills += 1
             if self.code.m == 2 and full and rng.random() < 0.5:
@@ -302,7 +304,7 @@ class World:
             return False
         layout = brain.keeper.books.layout
         assert layout is not None
-        full = not self.code.m or brain.keeper.levels() == {"full": placement.buckets, "less": 0, "none": 0}
+        full = not self.code.m or brain.keeper.levels() == {"full": placement.partitions, "less": 0, "none": 0}
         sites = sorted((m.members[0] // self.code.k, m.row, m.at) for m in placement.mirrors)
         wanted = sorted((j, r, s) for j, row in enumerate(layout.sites) for r, s in enumerate(row))
         return full and placement.owner == layout.owner and sites == wanted
@@ -320,4 +322,4 @@ def test_ps_chaos(seed: int, parity: str) -> None:
     world.heal()
     placement = world.placement
     assert placement is not None
-    assert all(world.held(b) for b in range(placement.buckets))
+    assert all(world.held(b) for b in range(placement.partitions))

@@ -25,7 +25,7 @@ from everstep.brain.events import (
     NodeJoined,
     Note,
     Ok,
-    OrderImages,
+    OrderSnapshots,
     PlanRegistered,
     ProcessExited,
     PublishGroup,
@@ -39,15 +39,15 @@ from everstep.brain.events import (
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.group import Committed, Mark
-from everstep.model.image import ImageFile, Manifest, ReplicaImage
 from everstep.model.member import Role
 from everstep.model.reasons import CheckpointReason, LeaveReason
 from everstep.model.shard import ShardSchedule
+from everstep.model.snapshot import CheckpointFile, Manifest, ReplicaCopy
 
 SPEC = JobSpec(mode="allreduce", workers=2, ps=0, checkpoint_every="1h")
 TRAIN = ShardSchedule(name="train", samples=100, shard_samples=10, seed=0)
 MORE = ShardSchedule(name="more", samples=30, shard_samples=10, seed=0)
-FILE = ImageFile("images/000001/replica-0.1-x.rep", 1000, "0" * 32)
+FILE = CheckpointFile("images/000001/replica-0.1-x.rep", 1000, "0" * 32)
 
 
 class Script:
@@ -96,10 +96,10 @@ class Script:
         return self.say(Event(0.0, StepsCommitted((steps,)), by_worker(Slot(0), Incarnation(self.lives[0]))))
 
     def written(self, mark: Mark, checkpoint: int = 1, error: str = "") -> list[InstructionType]:
-        image = ReplicaImage(mark=mark, file=FILE, origin=self.brain.state.groups.origin, parameters=5)
+        snapshot = ReplicaCopy(mark=mark, file=FILE, origin=self.brain.state.groups.origin, parameters=5)
         event = Event(
             0.0,
-            ReplicaWritten(checkpoint, None if error else image, error),
+            ReplicaWritten(checkpoint, None if error else snapshot, error),
             by_worker(Slot(0), Incarnation(self.lives[0])),
         )
         return self.say(event)
@@ -121,7 +121,7 @@ def test_a_manifest_says_where_the_state_is() -> None:
     job.commit(0, 5, 0, 0, 100)
     job.commit(6, 7, 1, 0, 37)
     out = job.say(Event(0.0, CheckpointAsked(CheckpointReason.ASKED)))
-    assert out[0] == Reply(CheckpointBegun(1)) and OrderImages(1, 0) in out
+    assert out[0] == Reply(CheckpointBegun(1)) and OrderSnapshots(1, 0) in out
     out = job.written(Mark(7, 0, 1, 20))  # a step before the newest
     manifest = next(i for i in out if isinstance(i, CommitManifest)).manifest
     assert manifest.replica is not None and manifest.replica.mark == Mark(7, 0, 1, 20)
@@ -176,10 +176,10 @@ def test_a_state_of_a_void_line_is_not_taken() -> None:
     job = Script()
     job.commit(0, 5, 0, 0, 100)
     job.say(Event(0.0, CheckpointAsked(CheckpointReason.ASKED)))
-    image = ReplicaImage(mark=Mark(6, 0, 0, 100), file=FILE, origin=77)
-    out = job.say(Event(0.0, ReplicaWritten(1, image), by_worker(Slot(0), Incarnation(1))))
+    snapshot = ReplicaCopy(mark=Mark(6, 0, 0, 100), file=FILE, origin=77)
+    out = job.say(Event(0.0, ReplicaWritten(1, snapshot), by_worker(Slot(0), Incarnation(1))))
     assert "checkpoint given up" in actions(out)
-    old = Event(0.0, ReplicaWritten(1, image), by_worker(Slot(0), Incarnation(0)))
+    old = Event(0.0, ReplicaWritten(1, snapshot), by_worker(Slot(0), Incarnation(0)))
     assert isinstance(job.say(old)[0].answer, Fenced)  # type: ignore[union-attr]
 
 
@@ -213,19 +213,19 @@ def test_the_last_healthy_replica_saves_itself() -> None:
     job = Script()
     job.commit(0, 5, 0, 0, 100)
     out = job.kill(1)
-    assert any(isinstance(i, OrderImages) for i in out)
+    assert any(isinstance(i, OrderSnapshots) for i in out)
     begun = next(i.decision for i in out if isinstance(i, Note) and i.decision.action == "checkpoint begun")
     assert "one healthy replica is left" in begun.reason
     without = Script(msgspec.structs.replace(SPEC, checkpoint_every=""))
     without.commit(0, 5, 0, 0, 100)
-    assert not any(isinstance(i, OrderImages) for i in without.kill(1))
+    assert not any(isinstance(i, OrderSnapshots) for i in without.kill(1))
 
 
 def test_a_reclaim_notice_saves_the_state() -> None:
     job = Script()
     job.commit(0, 5, 0, 0, 100)
     out = job.say(Event(0.0, DrainAsked("worker:1", 30.0)))
-    assert any(isinstance(i, OrderImages) for i in out)
+    assert any(isinstance(i, OrderSnapshots) for i in out)
 
 
 def test_the_last_ones_that_leave_save_what_they_have_not_told_yet() -> None:
@@ -235,7 +235,7 @@ def test_the_last_ones_that_leave_save_what_they_have_not_told_yet() -> None:
     out = [job.say(Event(0.0, GroupLeft(LeaveReason.ASKED), by_worker(Slot(slot), Incarnation(1)))) for slot in (0, 1)][
         1
     ]
-    assert any(isinstance(i, OrderImages) for i in out)
+    assert any(isinstance(i, OrderSnapshots) for i in out)
     group = job.brain.state.groups.group
     assert group is not None and group.size == 1, "somebody stays until it is saved"
 
@@ -245,7 +245,7 @@ def test_a_job_that_is_stopped_takes_a_last_checkpoint_first() -> None:
     stop = Event(0.0, StopAsked("everstep stop", True))
     job.commit(0, 2, 0, 0, 60)
     out = job.say(stop)
-    assert any(isinstance(i, OrderImages) for i in out) and not job.brain.job.over
+    assert any(isinstance(i, OrderSnapshots) for i in out) and not job.brain.job.over
     assert job.say(stop) == [Reply(Ok())]
     job.written(Mark(3, 0, 0, 60))
     out = job.say(Event(0.0, CheckpointCommitted(1)))
@@ -257,7 +257,7 @@ def test_a_job_that_trains_takes_a_last_checkpoint_though_it_told_nothing_since_
     job.commit(0, 2, 0, 0, 60)
     job.save(Mark(3, 0, 0, 60))
     out = job.say(Event(0.0, StopAsked("everstep stop", True)))
-    assert any(isinstance(i, OrderImages) for i in out) and not job.brain.job.over
+    assert any(isinstance(i, OrderSnapshots) for i in out) and not job.brain.job.over
     assert isinstance(job.written(Mark(5, 0, 0, 90), checkpoint=2)[0], Reply), "not before they are told"
     job.commit(3, 4, 0, 60, 90)
     job.written(Mark(5, 0, 0, 90), checkpoint=2)
@@ -321,16 +321,16 @@ def test_the_last_ones_that_are_told_to_go_stay_for_a_checkpoint(saved: bool) ->
     job = Script()
     job.commit(0, 2, 0, 0, 60)
     out = job.say(Event(0.0, GroupLeft(LeaveReason.ASKED), by_worker(Slot(0), Incarnation(1))))
-    assert not any(isinstance(i, OrderImages) for i in out)  # worker:1 has it
+    assert not any(isinstance(i, OrderSnapshots) for i in out)  # worker:1 has it
     out = job.say(Event(0.0, GroupLeft(LeaveReason.ASKED), by_worker(Slot(1), Incarnation(1))))
-    assert any(isinstance(i, OrderImages) for i in out)
+    assert any(isinstance(i, OrderSnapshots) for i in out)
     group = job.brain.state.groups.group
     assert group is not None and [m.slot for m in group.members] == [1]
     job.commit(3, 3, 0, 60, 68)
     job.say(Event(0.0, GroupLeft(LeaveReason.ASKED), by_worker(Slot(1), Incarnation(1))))  # a repeat
     if saved:
-        image = ReplicaImage(mark=Mark(4, 0, 0, 68), file=FILE, origin=1)
-        job.say(Event(0.0, ReplicaWritten(1, image), by_worker(Slot(1), Incarnation(1))))
+        snapshot = ReplicaCopy(mark=Mark(4, 0, 0, 68), file=FILE, origin=1)
+        job.say(Event(0.0, ReplicaWritten(1, snapshot), by_worker(Slot(1), Incarnation(1))))
         job.say(Event(0.0, CheckpointCommitted(1)))
     else:
         for _ in range(3):

@@ -46,11 +46,11 @@ def test_a_change_that_is_no_transition_is_found() -> None:
     check.look(brain)
     brain.handle(Event(2.0, MemberJoined(Role.WORKER, Slot(0), ONE, NODE, 7)))
     check.look(brain)
-    seat = brain.members.workers[Slot(0)]
-    assert slot_state(seat) is SlotState.ALIVE
-    seat.member.state = MemberState.LEFT
+    record = brain.members.workers[Slot(0)]
+    assert slot_state(record) is SlotState.ALIVE
+    record.member.state = MemberState.LEFT
     check.look(brain)
-    seat.member.state = MemberState.ALIVE  # a process that has ended is back
+    record.member.state = MemberState.ALIVE  # a process that has ended is back
     with pytest.raises(AssertionError, match="worker:0 #1 went from left to alive, by nothing"):
         check.look(brain, "nothing")
 

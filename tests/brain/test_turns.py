@@ -28,9 +28,9 @@ def test_what_is_left_when_no_shard_is_to_be_had_is_not_trained_in_a_slow_ones_p
 ) -> None:
     control, spec = PolicyControl(), JobSpec(workers=2, consistency="sync")
     divide(control, (AdjustBatch(batch={Slot(0): 3, Slot(1): 29}),), {Slot(0): ONE, Slot(1): ONE})
-    seat = SimpleNamespace(running=True, member=SimpleNamespace(incarnation=ONE))
+    record = SimpleNamespace(running=True, member=SimpleNamespace(incarnation=ONE))
     brain: Any = SimpleNamespace(
-        members=SimpleNamespace(workers={Slot(0): seat, Slot(1): seat}),
+        members=SimpleNamespace(workers={Slot(0): record, Slot(1): record}),
         leases={s: SimpleNamespace(worker=Slot(s)) for s in holding},
         state=SimpleNamespace(control=control),
         shards=SimpleNamespace(all_out=not left),

@@ -97,8 +97,8 @@ def test_a_process_that_never_says_hello_is_replaced() -> None:
     silent, heard = time.run(3.0)
     assert isinstance(silent, MemberSilent) and silent.lost and silent.slot == 1
     assert heard == NodeHeard(NODE)  # it alone was silent: its node takes another one
-    seat = brain.members.workers[Slot(1)]
-    assert seat.member.incarnation == 2 and seat.running
+    record = brain.members.workers[Slot(1)]
+    assert record.member.incarnation == 2 and record.running
     assert time.run(SPEC.start_s - 5.0) == []
 
 
@@ -262,12 +262,12 @@ def test_a_node_of_a_silent_process_takes_another_one_only_when_its_agent_is_hea
     time.agent_beats = False
     *_, lost = time.run(5.0)
     assert isinstance(lost, MemberSilent) and lost.lost
-    seat = time.brain.members.workers[Slot(0)]
-    assert seat.waiting and not seat.running
+    record = time.brain.members.workers[Slot(0)]
+    assert record.waiting and not record.running
     time.agent_beats = True
     (heard,) = time.run(1.0)
     assert isinstance(heard, NodeHeard)
-    assert seat.running and not seat.waiting and seat.member.incarnation == 2
+    assert record.running and not record.waiting and record.member.incarnation == 2
 
 
 def test_a_silent_node_is_lost_and_named_before_its_members() -> None:

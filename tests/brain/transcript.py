@@ -21,7 +21,6 @@ import msgspec
 from everstep.brain.brain import Brain
 from everstep.brain.events import (
     Answer,
-    BucketsReady,
     CheckpointAsked,
     CheckpointBegun,
     CheckpointCommitted,
@@ -40,8 +39,7 @@ from everstep.brain.events import (
     GroupLeft,
     GroupStalled,
     GroupSynced,
-    HotBuckets,
-    ImagesWritten,
+    HotPartitions,
     InstructionType,
     JobResumed,
     LeaseExpired,
@@ -55,7 +53,8 @@ from everstep.brain.events import (
     NodeLost,
     Note,
     OnceAsked,
-    OrderImages,
+    OrderSnapshots,
+    PartitionsReady,
     PlanMade,
     PlanRegistered,
     PolicyDisabled,
@@ -72,6 +71,7 @@ from everstep.brain.events import (
     ShardDone,
     ShardReturned,
     ShardsConfirmed,
+    SnapshotsWritten,
     StartProcess,
     StepsCommitted,
     StopAsked,
@@ -85,16 +85,16 @@ from everstep.brain.events import (
 from everstep.brain.shards import lease_words
 from everstep.brain.states import StateCheck
 from everstep.config.spec import JobSpec
-from everstep.ids import BucketId, Incarnation, LeaseNo, NodeId, ShardKey, Slot
+from everstep.ids import Incarnation, LeaseNo, NodeId, PartitionId, ShardKey, Slot
 from everstep.model.decision import Decision
 from everstep.model.group import Committed, Group, Mark
-from everstep.model.image import BucketImage, Holdings, Manifest
 from everstep.model.member import Address, Role
 from everstep.model.placement import MirrorKind, Placement
-from everstep.model.plan import Action, AdjustAccum, AdjustBatch, AdjustRate, KillRestart, MoveBuckets, Scale
+from everstep.model.plan import Action, AdjustAccum, AdjustBatch, AdjustRate, KillRestart, MovePartitions, Scale
 from everstep.model.plan import Plan as PolicyPlan
 from everstep.model.reasons import Arrival, CheckpointReason, LeaveReason
 from everstep.model.shard import Lease, ShardSchedule, lease_no, shard_key, split_key
+from everstep.model.snapshot import Holdings, Manifest, PartitionSnapshot
 from everstep.policies.hot import HotMove
 
 
@@ -235,8 +235,8 @@ class Story:
                 return Event(at, DrainAsked(plain[0], float(plain[1]), "again" in plain))
             case "hot":
                 found = [text.replace(">", ":").split(":") for text in plain]
-                moves = tuple(HotMove(BucketId(int(b)), Slot(int(s)), Slot(int(t))) for b, s, t in found)
-                return Event(at, HotBuckets(moves, ((Slot(0), 900), (Slot(1), 100))))
+                moves = tuple(HotMove(PartitionId(int(b)), Slot(int(s)), Slot(int(t))) for b, s, t in found)
+                return Event(at, HotPartitions(moves, ((Slot(0), 900), (Slot(1), 100))))
             case "policy":
                 action = _action(plain[0], plain[1:])
                 return Event(at, PlanMade("mine", PolicyPlan(actions=(action,), decision=Decision("plan", "why not"))))
@@ -247,8 +247,10 @@ class Story:
                 return Event(at, MirrorsReady(tuple(int(m) for m in plain[1].split(","))), by_ps(slot, incarnation))
             case "ready":
                 _, slot, incarnation = parse_member(plain[0])
-                buckets = tuple(BucketId(int(b)) for b in plain[2].split(","))
-                return Event(at, BucketsReady(int(plain[1]), buckets, Arrival(plain[3])), by_ps(slot, incarnation))
+                partitions = tuple(PartitionId(int(b)) for b in plain[2].split(","))
+                return Event(
+                    at, PartitionsReady(int(plain[1]), partitions, Arrival(plain[3])), by_ps(slot, incarnation)
+                )
             case "stop":
                 return Event(at, StopAsked(" ".join(plain), "checkpoint" in plain))
             case "checkpoint":
@@ -256,9 +258,9 @@ class Story:
             case "images":
                 _, slot, incarnation = parse_member(plain[0])
                 error = named.get("error", "")
-                buckets = [int(b) for b in plain[2].split(",")] if not error else []
-                images = tuple(self._image(b, named, int(named.get("bytes", 100))) for b in buckets)
-                return Event(at, ImagesWritten(int(plain[1]), images, (), error), by_ps(slot, incarnation))
+                partitions = [int(b) for b in plain[2].split(",")] if not error else []
+                snapshots = tuple(self._snapshot(b, named, int(named.get("bytes", 100))) for b in partitions)
+                return Event(at, SnapshotsWritten(int(plain[1]), snapshots, (), error), by_ps(slot, incarnation))
             case "committed":
                 return Event(at, CheckpointCommitted(int(plain[0]), named.get("error", "")))
             case "confirmed":
@@ -307,12 +309,17 @@ class Story:
         start, stop = datasets[number].plan.bounds(index) if number < len(datasets) else (0, 0)
         return Lease(no, shard, start, stop)
 
-    def _image(self, bucket: int, named: dict[str, str], size: int) -> BucketImage:
-        """``marks=e0#1@20,e0#2@15``: the watermarks in every image of this command."""
+    def _snapshot(self, partition: int, named: dict[str, str], size: int) -> PartitionSnapshot:
+        """``marks=e0#1@20,e0#2@15``: the watermarks in every snapshot of this command."""
         texts = [text.split("@") for text in named.get("marks", "").split(",") if text]
         marks = tuple((parse_shard(shard), int(mark)) for shard, mark in texts)
-        return BucketImage(
-            bucket=BucketId(bucket), seq=int(self.at), fingerprint=0, watermarks=marks, files=(), bytes_written=size
+        return PartitionSnapshot(
+            partition=PartitionId(partition),
+            seq=int(self.at),
+            fingerprint=0,
+            watermarks=marks,
+            files=(),
+            bytes_written=size,
         )
 
     # ------------------------------------------------------------ words
@@ -337,7 +344,7 @@ class Story:
                 return f"note {member or 'job'} | {_why(decision)}"
             case FinishJob(exit_code, error):
                 return f"finish {exit_code} {error}".rstrip()
-            case OrderImages(checkpoint, since):
+            case OrderSnapshots(checkpoint, since):
                 return f"order images of checkpoint {checkpoint} since {since}"
             case CommitManifest(manifest, decision):
                 return f"commit manifest {_manifest_words(manifest)}: {_why(decision)}"
@@ -377,10 +384,10 @@ class Story:
         error = f" {brain.job.error}" if brain.job.error else ""
         job, samples = brain.job, brain.shards.samples_done
         yield f"{job.phase}, wants {job.workers_wanted} workers, {samples} samples done{error}"
-        for seat in brain.members.all():
-            flags = "".join(f" {name}" for name in ("stopping", "finished", "waiting") if getattr(seat, name))
-            holds = ", ".join(f"{brain.shards.name(key)} by {lease_words(brain.leases[key].no)}" for key in seat.held)
-            m = seat.member
+        for record in brain.members.all():
+            flags = "".join(f" {name}" for name in ("stopping", "finished", "waiting") if getattr(record, name))
+            holds = ", ".join(f"{brain.shards.name(key)} by {lease_words(brain.leases[key].no)}" for key in record.held)
+            m = record.member
             yield f"{m.role}:{m.slot}#{m.incarnation} {m.state} on {m.node}{flags}" + (
                 f" holds {holds}" if holds else ""
             )
@@ -398,7 +405,7 @@ class Story:
 
 
 def _map(placement: Placement) -> str:
-    """Owners; mirrors as ``number=members@ps`` (``'``: the second row, ``>``: of a move); images to be loaded."""
+    """Owners; mirrors as ``number=members@ps`` (``'``: the second row, ``>``: of a move); snapshots to be loaded."""
     words = [str(list(placement.owner))]
     if placement.route != placement.version:
         words.append(f"(owners of v{placement.route})")
@@ -406,7 +413,7 @@ def _map(placement: Placement) -> str:
         row = "'" * mirror.row
         at = ">" if mirror.kind is MirrorKind.MOVE else "@"
         words.append(f"{mirror.id}={'+'.join(map(str, mirror.members))}{row}{at}{mirror.at}")
-    words += [f"image {bucket}:{checkpoint}" for bucket, checkpoint in placement.images if checkpoint]
+    words += [f"image {partition}:{checkpoint}" for partition, checkpoint in placement.snapshots if checkpoint]
     return " ".join(words)
 
 
@@ -440,7 +447,7 @@ def _action(verb: str, words: list[str]) -> Action:
             return KillRestart(role=role, slot=slot, incarnation=incarnation)
         case "move":
             found = [word.split(":") for word in words]
-            return MoveBuckets(owners={BucketId(int(b)): Slot(int(s)) for b, s in found})
+            return MovePartitions(owners={PartitionId(int(b)): Slot(int(s)) for b, s in found})
         case _:
             return Scale(workers=int(words[0]))
 
@@ -467,7 +474,7 @@ def _why(decision: Decision) -> str:
 
 
 def _manifest_words(manifest: Manifest) -> str:
-    """``2 on 1, d: 2 epochs, e2 [0, 3)``: number, what it builds on, and what all images have."""
+    """``2 on 1, d: 2 epochs, e2 [0, 3)``: number, what it builds on, and what all snapshots have."""
     places = []
     for d in manifest.datasets:
         epochs = [f"e{e.epoch} " + " ".join(f"[{lo}, {hi})" for lo, hi in e.done) for e in d.epochs]

@@ -16,8 +16,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "protect"))
 
-from crafted_images import craft, of_bodies
-from image_stores import BUCKETS, ITEMS, checkpoint, new_store, train, writer_of
+from crafted_snapshots import craft, of_bodies
+from snapshot_stores import ITEMS, PARTITIONS, checkpoint, new_store, train, writer_of
 
 from everstep.cli.main import main
 from everstep.model.table import OptimizerKind, OptimizerSpec, TableSpec
@@ -51,7 +51,7 @@ def run(*arguments: str | Path) -> tuple[int, str, str]:
 def store() -> Store:
     store = new_store()
     store.declare(DENSE)
-    keys, _, _ = unique_route(np.arange(3), BUCKETS, DENSE.id, np.zeros(BUCKETS, np.int32))
+    keys, _, _ = unique_route(np.arange(3), PARTITIONS, DENSE.id, np.zeros(PARTITIONS, np.int32))
     store.put_absent(DENSE.id, keys, NUMBERS.reshape(3, 8)[keys])
     return store
 
@@ -95,7 +95,7 @@ def test_verify_names_each_offender(where: Path, tmp_path: Path) -> None:
     code, out, _ = run("verify", copy)
     assert code == 0 and "checkpoint 1: intact, 4 files" in out and "checkpoint 2: intact, 8 files" in out
     manifest = read_manifest(open_place(copy), 2)
-    first, second = manifest.images[0].files[1], manifest.images[3].files[1]
+    first, second = manifest.snapshots[0].files[1], manifest.snapshots[3].files[1]
     (copy / first.path).unlink()
     data = bytearray((copy / second.path).read_bytes())
     data[len(data) // 2] ^= 4
@@ -119,10 +119,10 @@ def test_export_is_read_without_everstep(where: Path, store: Store, tmp_path: Pa
         "users.safetensors",
     ]
     expected = {}
-    for bucket in range(BUCKETS):
+    for partition in range(PARTITIONS):
         slot = 0
         while slot >= 0:
-            keys, values, state, slot = store.scan(ITEMS.id, bucket, slot, 1000, True)
+            keys, values, state, slot = store.scan(ITEMS.id, partition, slot, 1000, True)
             expected.update({int(k): (v.tolist(), s.tolist()) for k, v, s in zip(keys, values, state, strict=True)})
     table = pq.read_table(tmp_path / "out" / "items.parquet").to_pydict()
     got = {k: (v, s) for k, v, s in zip(table["key"], table["values"], table["state"], strict=True)}
@@ -149,7 +149,7 @@ def test_export_of_one_table_and_of_none(where: Path, tmp_path: Path) -> None:
 
 def test_export_falls_back_to_the_newest_intact_one(where: Path, tmp_path: Path) -> None:
     place = open_place(where)
-    broken = msgspec.structs.replace(read_manifest(place, 2), checkpoint=3, images=())
+    broken = msgspec.structs.replace(read_manifest(place, 2), checkpoint=3, snapshots=())
     write_manifest(place, broken)
     try:
         code, _out, err = run("export", where, tmp_path, "--table", "items")

@@ -10,12 +10,12 @@ import pytest
 from everstep.brain.brain import Brain
 from everstep.brain.events import (
     MASTER,
-    BucketsReady,
     Fact,
     MasterStarted,
     MemberJoined,
     MirrorsReady,
     NodeJoined,
+    PartitionsReady,
     ProcessExited,
     Sender,
     by_ps,
@@ -73,7 +73,7 @@ def test_a_death_the_new_placement_and_the_new_process_are_one_chain(tmp_path: P
     placement = job.brain.placement
     assert placement is not None and placement.version > 1
     owned = placement.owned_by(Slot(0))
-    got = job.say(BucketsReady(placement.version, tuple(owned), Arrival.REBUILT), by_ps(Slot(0), ONE))
+    got = job.say(PartitionsReady(placement.version, tuple(owned), Arrival.REBUILT), by_ps(Slot(0), ONE))
     back = job.joins(1, 2)
     job.journal.close()
 

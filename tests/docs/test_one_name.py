@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "everstep"
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    """Return the parsed sources by their path."""
+    return {str(path.relative_to(SOURCE)): ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
+
 
 SAME_NOUN = {
     "advise.py",  # the verb, and what it works out
@@ -26,17 +36,60 @@ SAME_NOUN = {
 
 def test_no_two_classes_have_one_name() -> None:
     where = defaultdict(list)
-    for path in sorted(SOURCE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path, tree in trees().items():
+        for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
-                where[node.name].append(str(path.relative_to(SOURCE)))
+                where[node.name].append(path)
     assert {name: paths for name, paths in where.items() if len(paths) > 1} == {}
 
 
 def test_no_two_unrelated_files_have_one_name() -> None:
     where = defaultdict(list)
-    for path in sorted(SOURCE.rglob("*.py")):
-        where[path.name].append(str(path.relative_to(SOURCE)))
+    for path in trees():
+        where[Path(path).name].append(path)
     twice = {name for name, paths in where.items() if len(paths) > 1} - {"__init__.py", "__main__.py"}
     assert twice <= SAME_NOUN, "files of one name that are not about the same thing"
     assert twice >= SAME_NOUN, "a name that is no longer used twice"
+
+
+OLD_WORDS = {
+    "bucket": "partition",
+    "draft": "builder (PlacementBuilder)",
+    "flats": "gradient buckets",
+    "image": "snapshot",
+    "leading": "leader",
+    "mate": "follower",
+    "seat": "record (SlotRecord) or runtime (WorkerRuntime)",
+}
+"""Words that code had for things of the glossary: they are in no name of a file, class, function or variable."""
+
+STILL = {
+    "bucket": (
+        r"allreduce/(gradient_buckets|reducer|logical|sharded)\.py",  # gradient buckets are called so everywhere
+        r"native/__init__\.py",  # names of the kernels in C++
+        r"model/observation\.py",  # an old name for policies, for one version
+    ),
+}
+
+
+def names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield each name in a source, with its line."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.keyword(arg=str(name)):
+                yield node.lineno, name
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield node.lineno, name
+            case ast.alias(name=name):
+                yield node.lineno, name
+
+
+def test_no_name_has_an_old_word() -> None:
+    found = []
+    for path, tree in trees().items():
+        for line, name in [(0, path), *names(tree)]:
+            for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name):
+                old = word.lower() if word.lower() in OLD_WORDS else word.lower().removesuffix("s")
+                if old in OLD_WORDS and not any(re.fullmatch(one, path) for one in STILL.get(old, ())):
+                    found.append(f"{path}:{line}: {name}: say {OLD_WORDS[old]}")
+    assert found == [], "old words (docs/glossary.md has the new ones)"

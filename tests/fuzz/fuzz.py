@@ -273,12 +273,12 @@ def handshake(_: Path) -> Attempt:
 def feed(_: Path) -> Attempt:
     """The header of a feed, read in Python; what is read is what is written again."""
     from everstep.errors import WireError
-    from everstep.ids import BucketId, Incarnation, Slot
+    from everstep.ids import Incarnation, PartitionId, Slot
     from everstep.net.feed import decode_feed, encode_feed
     from everstep.net.messages import Feed, StreamEntry
 
-    entries = (StreamEntry(BucketId(3), 17, 1, 40, 0), StreamEntry(BucketId(1), 2, 3, 7, 5))
-    sound = encode_feed(Feed(9, Slot(2), Incarnation(3), (), entries, (0, 4), ((BucketId(3), 16),), 12, 8))
+    entries = (StreamEntry(PartitionId(3), 17, 1, 40, 0), StreamEntry(PartitionId(1), 2, 3, 7, 5))
+    sound = encode_feed(Feed(9, Slot(2), Incarnation(3), (), entries, (0, 4), ((PartitionId(3), 16),), 12, 8))
 
     def attempt(rng: random.Random) -> str:
         data = changed(sound, rng)
@@ -436,20 +436,20 @@ def manifest(_: Path) -> Attempt:
 
 def _manifest() -> Any:
     from everstep.config.spec import JobSpec
-    from everstep.ids import BucketId, ShardKey
-    from everstep.model import image
+    from everstep.ids import PartitionId, ShardKey
+    from everstep.model import snapshot
 
-    file = image.ImageFile("images/000001/bucket-3.img", 100, _sum128(b"x"))
-    bucket = image.BucketImage(
-        bucket=BucketId(3), seq=5, fingerprint=7, watermarks=((ShardKey(1), 2),), files=(file,), rows=3
+    file = snapshot.CheckpointFile("images/000001/bucket-3.img", 100, _sum128(b"x"))
+    partition = snapshot.PartitionSnapshot(
+        partition=PartitionId(3), seq=5, fingerprint=7, watermarks=((ShardKey(1), 2),), files=(file,), rows=3
     )
-    return image.Manifest(
+    return snapshot.Manifest(
         job="j",
         checkpoint=1,
         at=1.0,
         seed=1,
-        buckets=4,
-        images=(bucket,),
+        partitions=4,
+        snapshots=(partition,),
         spec=JobSpec(workers=1, ps=1),
         values={"a": 1.0},
     )
@@ -457,7 +457,7 @@ def _manifest() -> Any:
 
 def _sections(data: bytes, at: int) -> list[tuple[int, bytes]]:
     """(kind, payload) of each section of a file."""
-    from everstep.protect.imagefile import _SECTION
+    from everstep.protect.snapshot_file import _SECTION
 
     out = []
     while at < len(data):
@@ -469,7 +469,7 @@ def _sections(data: bytes, at: int) -> list[tuple[int, bytes]]:
 
 def _joined(start: bytes, sections: Iterable[tuple[int, bytes]]) -> bytes:
     """A file of these sections, with all checksums right."""
-    from everstep.protect.imagefile import _SECTION
+    from everstep.protect.snapshot_file import _SECTION
 
     out = [start]
     for number, (kind, payload) in enumerate(sections):
@@ -499,35 +499,35 @@ def _crafted_file(sound: bytes, rng: random.Random) -> bytes:
 
 
 @target()
-def image(_: Path) -> Attempt:
-    """Files of images of partitions: the crafted store's own."""
+def snapshot(_: Path) -> Attempt:
+    """Files of snapshots of partitions: the crafted store's own."""
     import crafted
     import numpy as np
 
     from everstep.errors import CheckpointError
-    from everstep.ids import BucketId
-    from everstep.protect import imagefile
+    from everstep.ids import PartitionId
+    from everstep.protect import snapshot_file
 
     store = crafted.filled()
     marks, pages = crafted.snapshot(store)
     out = io.BytesIO()
-    writer = imagefile.ImageFileWriter(out.write)
+    writer = snapshot_file.SnapshotFileWriter(out.write)
     writer.head(
-        imagefile.ImageHead(
-            job="j", bucket=BucketId(2), checkpoint=1, base=True, seq=3, buckets=4, tables=crafted.SPECS
+        snapshot_file.SnapshotHead(
+            job="j", partition=PartitionId(2), checkpoint=1, base=True, seq=3, partitions=4, tables=crafted.SPECS
         )
     )
     writer.marks(marks)
     for table, of in pages.items():
         if of:
-            layout = imagefile.PageLayout(*store.layout(table), store.page_bytes(table))
+            layout = snapshot_file.PageLayout(*store.layout(table), store.page_bytes(table))
             writer.pages(table, layout, list(of), np.concatenate(list(of.values())))
     writer.end()
     sound = out.getvalue()
 
     def attempt(rng: random.Random) -> str:
         data = _crafted_file(sound, rng)
-        return refusing(CheckpointError, lambda: list(imagefile.read_image_file(io.BytesIO(data), "image")))
+        return refusing(CheckpointError, lambda: list(snapshot_file.read_snapshot_file(io.BytesIO(data), "image")))
 
     return attempt
 
@@ -657,7 +657,7 @@ for _run, _count in (("attempts", 7), ("mirror_attempts", 4), ("recovery_attempt
 
 
 class _Fed:
-    """A store with a mirror of a crafted store's bucket, behind an inbox; and the feeds that come to it."""
+    """A store with a mirror of a crafted store's partition, behind an inbox; and the feeds that come to it."""
 
     def __init__(self) -> None:
         import crafted
@@ -668,17 +668,17 @@ class _Fed:
         self.owner.take_outbox(1 << 30)
         blobs = crafted.stream(self.owner)
         self.home = crafted.empty(crafted.Store)
-        self.home.mirror_make(1, [crafted.BUCKET], 0)
+        self.home.mirror_make(1, [crafted.PARTITION], 0)
         self.seqs: list[tuple[bytes, int]] = []
         contents = [b for b in blobs if not self._applied(b)]
         assert not contents, "a mirror takes the contents of its bucket"
         crafted.push(self.owner, 2)
         _, entries, data = self.owner.take_outbox(1 << 30)
-        self.blobs = [(data[at : at + n].tobytes(), seq) for b, seq, _, at, n in entries if b == crafted.BUCKET]
-        self.bucket = crafted.BUCKET
+        self.blobs = [(data[at : at + n].tobytes(), seq) for b, seq, _, at, n in entries if b == crafted.PARTITION]
+        self.partition = crafted.PARTITION
         self.inbox = _native.Inbox(self.home)
         self.inbox.enter_alone()
-        self.inbox.publish(5, [(crafted.BUCKET, (0, 1), [1], True)])
+        self.inbox.publish(5, [(crafted.PARTITION, (0, 1), [1], True)])
         self.inbox.leave_alone()
 
     def _applied(self, data: bytes) -> bool:
@@ -690,7 +690,7 @@ def follower(_: Path) -> Attempt:
     """A connection between ps: frames, feeds and the differences in them (wire, inbox, mirror)."""
     import crafted
 
-    from everstep.ids import BucketId, Incarnation, Slot
+    from everstep.ids import Incarnation, PartitionId, Slot
     from everstep.native import _native
     from everstep.net.feed import encode_feed
     from everstep.net.frames import FrameKind, _head, encode_frame
@@ -702,7 +702,7 @@ def follower(_: Path) -> Attempt:
         fed.inbox.set_received((0, 1), (5, 0))
         blobs = [(crafted.crafted(data, rng) if rng.random() < 0.4 else data, seq) for data, seq in fed.blobs]
         entries = tuple(
-            StreamEntry(BucketId(rng.choice((fed.bucket,) * 9 + (7,))), seq, 1, len(data)) for data, seq in blobs
+            StreamEntry(PartitionId(rng.choice((fed.partition,) * 9 + (7,))), seq, 1, len(data)) for data, seq in blobs
         )
         version = rng.choice((5, 5, 5, 6))
         header = encode_feed(Feed(version, Slot(0), Incarnation(1), (), entries, (0,) * len(blobs), (), 0, 5))
@@ -747,12 +747,12 @@ def carrier(_: Path) -> Attempt:
 
     def attempt(rng: random.Random) -> str:
         store = crafted.empty(crafted.Store)
-        store.own(range(crafted.BUCKETS))
-        store.protect(range(crafted.BUCKETS), True)
+        store.own(range(crafted.PARTITIONS))
+        store.protect(range(crafted.PARTITIONS), True)
         one = _native.Carrier(store, (0, 1))
         peer = (1, 1)
         one.live([peer], 5)
-        one.set_route(crafted.BUCKET, [peer])
+        one.set_route(crafted.PARTITION, [peer])
         one.set_version(5)
         here, there = socket.socketpair()
         with here, there:

@@ -19,8 +19,8 @@ from everstep.brain.earlier import decode_event
 from everstep.errors import CheckpointError, PlatformError
 from everstep.ids import Incarnation, Slot
 from everstep.monitor.pslog import PsLog
-from everstep.protect.imagefile import _FILE, MAGIC, VERSION, read_image_file
 from everstep.protect.manifest import _SUM, decode_manifest
+from everstep.protect.snapshot_file import _FILE, MAGIC, VERSION, read_snapshot_file
 from everstep.storage.chain import ChainWriter, read_chain
 from everstep.storage.journal import Journal, read_journal
 
@@ -49,7 +49,7 @@ def test_many_more_of_them(name: str) -> None:
 
 
 def test_an_attempt_is_the_same_each_time() -> None:
-    assert fuzz.run("image", 3, range(20)) == fuzz.run("image", 3, range(20))
+    assert fuzz.run("snapshot", 3, range(20)) == fuzz.run("snapshot", 3, range(20))
     assert fuzz.changed(b"x" * 99, fuzz.rng_of("a", 1, 2)) == fuzz.changed(b"x" * 99, fuzz.rng_of("a", 1, 2))
 
 
@@ -84,11 +84,11 @@ def test_the_header_of_a_chain_that_is_no_text(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("head", [NO_TEXT, DEEP])
-def test_the_head_of_an_image_that_is_no_text(head: bytes) -> None:
+def test_the_head_of_an_snapshot_that_is_no_text(head: bytes) -> None:
     start = _FILE.pack(MAGIC, VERSION, 0, 0)[:12]
     data = fuzz._joined(start + struct.pack("<I", zlib.crc32(start)), [(1, head)])
     with pytest.raises(CheckpointError, match="its head cannot be read"):
-        list(read_image_file(io.BytesIO(data), "image"))
+        list(read_snapshot_file(io.BytesIO(data), "image"))
 
 
 @pytest.mark.parametrize("text", [b'{"job":"\xff\xfe"}\n', b"[" * 100_000 + b"\n"])

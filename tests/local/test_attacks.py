@@ -11,7 +11,7 @@ import pytest
 from local_jobs import Run
 from node_jobs import free_port, join
 
-from everstep.brain.events import ImagesWritten, NodeJoined, ProcessExited, Refused, ScaleAsked, ShardDone, StopAsked
+from everstep.brain.events import NodeJoined, ProcessExited, Refused, ScaleAsked, ShardDone, SnapshotsWritten, StopAsked
 from everstep.errors import EverstepError
 from everstep.ids import Incarnation, LeaseNo, NodeId, ShardKey, Slot
 from everstep.model.member import Address, Role
@@ -69,7 +69,7 @@ def test_a_member_that_lies_changes_nothing(run: Run) -> None:
     huge = NodeJoined(NodeId("n9"), "", 300_000_000, 0, ())
     lies: list[tuple[Any, wire.RequestType]] = [
         ("agent", huge),
-        ("worker", ImagesWritten(1)),
+        ("worker", SnapshotsWritten(1)),
         ("worker", ScaleAsked(Role.WORKER, 500)),
         ("worker", ProcessExited(Role.WORKER, Slot(1), Incarnation(1), 0)),
         ("worker", StopAsked("because", False)),

@@ -1,4 +1,4 @@
-"""Mode allreduce with tables on the ps, real processes that are killed at work: every step at every bucket once.
+"""Mode allreduce with tables on the ps, real processes that are killed at work: every step at every partition once.
 
 Three witnesses: the audit of steps and of the ps; a table whose row r gains exactly 1.0 for each time that sample r is
 trained; and the state of the dense part, which is the same on all workers in the end.

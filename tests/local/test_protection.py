@@ -124,7 +124,7 @@ def test_a_ps_a_worker_and_the_master_are_lost_at_once(run: Run) -> None:
     assert report.ok and report.finished, report.text()
 
 
-def test_the_master_is_lost_while_buckets_are_rebuilt(run: Run) -> None:
+def test_the_master_is_lost_while_partitions_are_rebuilt(run: Run) -> None:
     begin(run, "--ps 4 --parity 2+1")
     for life in (1, 2):
         run.trained(life * 3000)
@@ -190,7 +190,7 @@ if job.chief:
 
 
 def test_a_ps_that_is_lost_before_its_mirrors_are_whole_begins_empty(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its buckets begin again, with the first rows of their tables, and all that was trained is trained again."""
+    """Its partitions begin again, with the first rows of their tables, and all that was trained is trained again."""
     monkeypatch.setenv(
         "EVERSTEP_FAULT", "ps:1.1:before_feed:1"
     )  # in its first life alone: each further one costs a move
@@ -238,7 +238,9 @@ for batch in job.steps(job.loader({"ids": ids}, batch_size=256, epochs=40)):
 
 
 @pytest.mark.slow
-def test_hot_buckets_move_away_from_the_ps_that_has_too_much_to_do(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hot_partitions_move_away_from_the_ps_that_has_too_much_to_do(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("EVERSTEP_HOT_BUSY", "0.01")  # here it has to share two cores
     run.script.write_text(HOT)
     run.start("--workers", "1", "--ps", "3")
@@ -259,7 +261,7 @@ def test_hot_buckets_move_away_from_the_ps_that_has_too_much_to_do(run: Run, mon
     ["before_apply", "after_apply", "before_feed", "after_feed", "before_ack", "after_ack", "mid_move", "mid_rebuild"],
 )
 def test_a_ps_dies_at_a_named_step_in_every_life(run: Run, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
-    """Its replacements die there too, until nobody starts another one: the others have its buckets then."""
+    """Its replacements die there too, until nobody starts another one: the others have its partitions then."""
     middle = step.startswith("mid_")  # a second loss while the first one is dealt with
     monkeypatch.setenv("EVERSTEP_FAULT", f"ps:1:{step}:{1 if middle else 9}")
     begin(run, "--ps 5 --parity 2+2" if middle else "--ps 4 --parity 2+1", epochs=6)

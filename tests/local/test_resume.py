@@ -19,7 +19,7 @@ from local_jobs import Run, until
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "protect"))
 
-from crafted_images import craft, of_bodies
+from crafted_snapshots import craft, of_bodies
 
 from everstep.model.member import Role
 from everstep.net.auth import load_secret
@@ -127,8 +127,8 @@ def test_stop_takes_a_last_checkpoint(counting: Counting) -> None:
     manifest = latest_intact(checkpoint_place(run.run_dir))
     assert manifest.samples_done >= 200
     assert "checkpoint 1 (stop)" in run.text(), run.story()
-    # Nobody trained while the images were made: they are of one moment, and a resumed job does nothing twice.
-    assert len({tuple(sorted(image.watermarks)) for image in manifest.images}) == 1, run.story()
+    # Nobody trained while the snapshots were made: they are of one moment, and a resumed job does nothing twice.
+    assert len({tuple(sorted(snapshot.watermarks)) for snapshot in manifest.snapshots}) == 1, run.story()
 
 
 def test_kill_everything_and_go_on_with_other_numbers(counting: Counting) -> None:
@@ -191,8 +191,8 @@ def test_a_place_that_takes_nothing(counting: Counting) -> None:
     run.check_audit()
 
 
-def test_a_lost_ps_without_parity_goes_back_to_its_images(counting: Counting) -> None:
-    """Twice; only what its buckets lack is trained again, and every sample counts once."""
+def test_a_lost_ps_without_parity_goes_back_to_its_snapshots(counting: Counting) -> None:
+    """Twice; only what its partitions lack is trained again, and every sample counts once."""
     counting.write(pause_s=0.3)
     run = counting.start("--workers", "2", "--ps", "2", "--checkpoint-every", "1s")
     for life in (1, 2):

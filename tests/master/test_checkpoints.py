@@ -13,28 +13,28 @@ from everstep.brain.events import (
     DropCheckpoints,
     Event,
     FactType,
-    ImagesWritten,
     JobResumed,
     MasterStarted,
     MemberJoined,
     NodeJoined,
-    OrderImages,
+    OrderSnapshots,
     PlanRegistered,
     ShardAsked,
+    SnapshotsWritten,
     by_ps,
     by_worker,
 )
 from everstep.config.spec import JobSpec
-from everstep.ids import BucketId, Incarnation, NodeId, Slot
+from everstep.ids import Incarnation, NodeId, PartitionId, Slot
 from everstep.master.checkpoints import REASK_S, CheckpointKeeper
 from everstep.master.readings import Readings
-from everstep.model.image import BucketImage, ImageFile
 from everstep.model.member import Address, Role
 from everstep.model.reasons import CheckpointReason
 from everstep.model.shard import ShardSchedule
-from everstep.net.messages import OrderType, TakeImages
+from everstep.model.snapshot import CheckpointFile, PartitionSnapshot
+from everstep.net.messages import OrderType, TakeSnapshots
 from everstep.protect.manifest import latest_intact, list_checkpoints, read_manifest
-from everstep.protect.sources import ImageSources, Origin, write_origin
+from everstep.protect.sources import Origin, SnapshotSources, write_origin
 from everstep.storage.places import open_place
 
 ONE = Incarnation(1)
@@ -58,8 +58,8 @@ class Shell:
         self.told.append(event.fact)
         for instruction in self.brain.handle(event):
             match instruction:
-                case OrderImages():
-                    self.keeper.order_images()
+                case OrderSnapshots():
+                    self.keeper.order_snapshots()
                 case CommitManifest(manifest):
                     self.keeper.commit(manifest)
                 case DropCheckpoints(checkpoints):
@@ -77,23 +77,23 @@ class Shell:
             where = Address(NodeId("node0"), f"sock/ps-{slot}.sock")
             self.tell(Event(self.at, MemberJoined(Role.PS, slot, ONE, NodeId("node0"), 1, where)))
 
-    def write(self, slot: int, checkpoint: int, *buckets: int, error: str = "") -> None:
-        """What that ps answers, with a real file for each bucket."""
-        images = []
-        for bucket in buckets:
-            path = f"images/{checkpoint:06d}/bucket-{bucket}.img"
+    def write(self, slot: int, checkpoint: int, *partitions: int, error: str = "") -> None:
+        """What that ps answers, with a real file for each partition."""
+        snapshots = []
+        for partition in partitions:
+            path = f"images/{checkpoint:06d}/bucket-{partition}.img"
             open_place(self.place).put(path, b"x" * 10)
-            images.append(
-                BucketImage(
-                    bucket=BucketId(bucket),
+            snapshots.append(
+                PartitionSnapshot(
+                    partition=PartitionId(partition),
                     seq=checkpoint,
                     fingerprint=0,
                     watermarks=(),
-                    files=(ImageFile(path, 10, ""),),
+                    files=(CheckpointFile(path, 10, ""),),
                     bytes_written=10,
                 )
             )
-        self.tell(Event(self.at, ImagesWritten(checkpoint, tuple(images), (), error), by_ps(Slot(slot), ONE)))
+        self.tell(Event(self.at, SnapshotsWritten(checkpoint, tuple(snapshots), (), error), by_ps(Slot(slot), ONE)))
 
     @property
     def place(self) -> str:
@@ -125,7 +125,7 @@ def test_a_checkpoint_when_it_is_due(tmp_path: Path) -> None:
         assert not shell.sent
         shell.at = 1031.0
         shell.keeper.tick(shell.at)
-        order = TakeImages(1, 0, shell.place)
+        order = TakeSnapshots(1, 0, shell.place)
         assert shell.sent == [(0, order), (1, order)]
         shell.write(0, 1, 0, 2)
 
@@ -142,8 +142,8 @@ def test_a_checkpoint_when_it_is_due(tmp_path: Path) -> None:
         await shell.until(lambda: shell.brain.checkpoints.committed)
         manifest = latest_intact(open_place(shell.place), deep=False)
         assert manifest.checkpoint == 1 and manifest.values == {"loss": 0.25} and manifest.everstep
-        assert manifest.spec == spec and [image.bucket for image in manifest.images] == [0, 1, 2, 3]
-        assert ImageSources(spec, tmp_path, KEY).image(BucketId(2), 1) == (shell.place, manifest.images[2])
+        assert manifest.spec == spec and [snapshot.partition for snapshot in manifest.snapshots] == [0, 1, 2, 3]
+        assert SnapshotSources(spec, tmp_path, KEY).snapshot(PartitionId(2), 1) == (shell.place, manifest.snapshots[2])
 
         # The next one replaces it: retention deletes what nobody needs.
         shell.at += 31.0
@@ -224,11 +224,11 @@ def test_a_resumed_job_begins_with_its_origin(tmp_path: Path) -> None:
         resumed.begin(new)
         assert any(isinstance(event, JobResumed) for event in resumed.told)
         placement = resumed.brain.placement
-        assert placement is not None and placement.images == ((0, 1), (1, 1)) and placement.owner == (0, 1)
-        found = ImageSources(new, run_dir, KEY).image(BucketId(1), 1)
-        assert found == (shell.place, manifest.images[1])
+        assert placement is not None and placement.snapshots == ((0, 1), (1, 1)) and placement.owner == (0, 1)
+        found = SnapshotSources(new, run_dir, KEY).snapshot(PartitionId(1), 1)
+        assert found == (shell.place, manifest.snapshots[1])
         resumed.tell(Event(resumed.at, CheckpointAsked(CheckpointReason.ASKED)))
-        assert resumed.sent[-1] == (1, TakeImages(8, 0, resumed.place))
+        assert resumed.sent[-1] == (1, TakeSnapshots(8, 0, resumed.place))
 
         # The next master of the new job does not begin again.
         third = Shell(run_dir, new, Brain.restore(resumed.brain.snapshot()))

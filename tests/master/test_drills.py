@@ -23,9 +23,9 @@ class Job:
     def __init__(self) -> None:
         self.brain = brain = Brain()
         for role, slot in ((Role.WORKER, Slot(0)), (Role.PS, Slot(1))):
-            seat = brain.members.fill(role, slot, NodeId("node0"), 0.0)
-            assert isinstance(seat.member, Member)
-            seat.member.state = MemberState.ALIVE
+            record = brain.members.fill(role, slot, NodeId("node0"), 0.0)
+            assert isinstance(record.member, Member)
+            record.member.state = MemberState.ALIVE
         self.orders: list[tuple[str, OrderType]] = []
         self.notes: list[str] = []
         self.connected = True
@@ -67,8 +67,8 @@ def test_a_drill_ends_with_its_process() -> None:
     job = Job()
     job.drills.ask(Drill("slow", "worker:0", 4.0, 60.0), 10.0)
     job.drills.ask(Drill("slow", "ps:1", 4.0, 60.0), 10.0)
-    seat = job.brain.members.workers[Slot(0)]
-    seat.member.incarnation = Incarnation(2)
+    record = job.brain.members.workers[Slot(0)]
+    record.member.incarnation = Incarnation(2)
     assert [d.target for d in job.drills.running(11.0)] == ["ps:1"]
 
 

@@ -269,7 +269,7 @@ def test_scale_stop_and_refusals(stage: Stage) -> None:
     assert isinstance(command.call(NodeJoined(NodeId("evil"), "", 0, 0, ())), Refused)
     assert isinstance(command.call(MemberJoined(Role.PS, Slot(0), ONE, NODE, 1)), Refused)
     assert isinstance(command.call(ShardAsked(0, 1, 1)), Refused)
-    assert command.call(wire.GetSpec()).spec.buckets == 4
+    assert command.call(wire.GetSpec()).spec.partitions == 4
     assert command.call(StopAsked("enough")) == Ok()
     assert ps.order(FinishJob).exit_code == 0
     assert agent.order(FinishJob).exit_code == 0

@@ -33,7 +33,7 @@ from everstep.brain.policy_control import MAX_WORDS, as_plan, refuse
 from everstep.config.load import load_spec
 from everstep.config.spec import JobSpec
 from everstep.errors import ConfigError
-from everstep.ids import BucketId, Incarnation, NodeId, Slot
+from everstep.ids import Incarnation, NodeId, PartitionId, Slot
 from everstep.master import server
 from everstep.master.policy import PolicyKeeper, complete, load
 from everstep.model.decision import Decision
@@ -46,7 +46,7 @@ from everstep.model.plan import (
     AdjustRate,
     BackupWorkers,
     KillRestart,
-    MoveBuckets,
+    MovePartitions,
     Plan,
     Scale,
 )
@@ -295,7 +295,7 @@ SEEN = msgspec.structs.replace(
         msgspec.structs.replace(w, share=8, memory_batch=m)
         for w, m in zip(seen_workers(0.01, 0.01).workers, (0, 12), strict=True)
     ),
-    servers=(ServerSeen(slot=Slot(0), incarnation=ONE, node=NODE, owned=(BucketId(0),)),),
+    servers=(ServerSeen(slot=Slot(0), incarnation=ONE, node=NODE, owned=(PartitionId(0),)),),
 )
 A, B = Slot(0), Slot(1)
 
@@ -316,8 +316,8 @@ A, B = Slot(0), Slot(1)
         ([AdjustRate(factor=math.nan)], "factor nan"),
         ([AdjustRate(factor=0.0)], "above 0"),
         ([BackupWorkers(backup=1)], "BACKUP_WORKERS: mode allreduce (sync) has no quorum"),
-        ([MoveBuckets(owners={BucketId(0): Slot(3)})], "ps:3 is not there"),
-        ([MoveBuckets(owners={BucketId(9): A})], "no bucket 9"),
+        ([MovePartitions(owners={PartitionId(0): Slot(3)})], "ps:3 is not there"),
+        ([MovePartitions(owners={PartitionId(9): A})], "no bucket 9"),
         ([Scale(workers=0)], "0 workers"),
         ([Scale(workers=3), Scale(workers=4)], "SCALE twice"),
         ([KillRestart(role=Role.WORKER, slot=slot, incarnation=ONE) for slot in (A, B)], "KILL_RESTART twice"),

@@ -19,7 +19,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 from thrown import NODES, Thrower, identity
 
 from everstep.brain.events import (
-    BucketsReady,
     CapacityChanged,
     CheckpointAsked,
     ChiefAsked,
@@ -29,13 +28,13 @@ from everstep.brain.events import (
     GroupLeft,
     GroupStalled,
     GroupSynced,
-    ImagesWritten,
     LoadFailed,
     MemberJoined,
     MirrorsReady,
     NodeJoined,
     Ok,
     OnceAsked,
+    PartitionsReady,
     PlanRegistered,
     ProcessExited,
     Refused,
@@ -45,6 +44,7 @@ from everstep.brain.events import (
     ShardAsked,
     ShardDone,
     ShardReturned,
+    SnapshotsWritten,
     StepsCommitted,
     StopAsked,
     StopProcess,
@@ -255,9 +255,9 @@ MAY: dict[type, str] = {  # who may send what, said a second time
     wire.StoreGet: "worker",
     ReplicaWritten: "worker",
     MirrorsReady: "ps",
-    BucketsReady: "ps",
+    PartitionsReady: "ps",
     LoadFailed: "ps",
-    ImagesWritten: "ps",
+    SnapshotsWritten: "ps",
     DrainAsked: "command agent ps",
     CheckpointAsked: "command worker",
     ScaleAsked: "command",
@@ -319,7 +319,7 @@ def test_a_remark_is_one_line_of_a_command(tmp_path: Path) -> None:
 
 def test_a_worker_cannot_speak_as_a_ps(tmp_path: Path) -> None:
     def do(t: Thrower) -> None:
-        written = ImagesWritten(1)
+        written = SnapshotsWritten(1)
         for peer in (t.peer("worker", 0, 1), t.peer("ps", 1, 1), t.peer("agent", node="node0")):
             assert isinstance(t.say(peer, written), Refused)
 

@@ -122,12 +122,12 @@ class Thrower:
         """A peer that may send such a request, and the request about itself."""
         role = rng.choice(sorted(RIGHTS[type(request)].roles))
         slot = rng.choice([0, 1])
-        seat = self.brain.members.of(Role(role)).get(slot) if role in ("worker", "ps") else None
-        life = seat.member.incarnation if seat is not None else 0
+        record = self.brain.members.of(Role(role)).get(slot) if role in ("worker", "ps") else None
+        life = record.member.incarnation if record is not None else 0
         node = rng.choice(NODES)
-        own = {"slot": Slot(slot), "incarnation": Incarnation(life)} if seat is not None else {}
+        own = {"slot": Slot(slot), "incarnation": Incarnation(life)} if record is not None else {}
         own |= {"node": NodeId(node)} if role == "agent" else {}
-        own |= {"role": Role(role)} if isinstance(request, MemberJoined) and seat is not None else {}
+        own |= {"role": Role(role)} if isinstance(request, MemberJoined) and record is not None else {}
         fields = {k: v for k, v in own.items() if k in request.__struct_fields__}
         return self.peer(role, slot, life, node), msgspec.structs.replace(request, **fields)
 

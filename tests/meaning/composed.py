@@ -61,7 +61,7 @@ def begin_together(folder: Path, slot: int, workers: int) -> None:
             with driver.lock:
                 place = driver.admission.due(again=True)
             if place is not None:
-                driver.seat.call(TellPlace(place), _TOGETHER_S)
+                driver.runtime.call(TellPlace(place), _TOGETHER_S)
             (folder / f"begins-{slot}").touch()
             limit = time.monotonic() + _TOGETHER_S
             while len(list(folder.glob("begins-*"))) < workers and time.monotonic() < limit:

@@ -45,7 +45,7 @@ from everstep.native.ledger import mix64 as mix64_of_ledger
 from everstep.storage.chain import ChainWriter, read_chain
 from everstep.storage.journal import Journal
 
-BUCKETS = 8
+PARTITIONS = 8
 NODE = NodeId("node0")
 
 
@@ -56,7 +56,7 @@ class Run:
         self.run_dir = run_dir
         self.brain = Brain()
         self.journal = Journal(run_dir / "journal.sqlite")
-        self.spec = spec or JobSpec(workers=2, ps=2, partitions=BUCKETS)
+        self.spec = spec or JobSpec(workers=2, ps=2, partitions=PARTITIONS)
         self.at = 1000.0
         self.ask = 0
         self.workers = {Slot(0): Incarnation(1), Slot(1): Incarnation(1)}
@@ -72,7 +72,7 @@ class Run:
         placement = self.brain.placement
         assert placement is not None
         self.owned = {slot: list(placement.owned_by(slot)) for slot in (Slot(0), Slot(1))}
-        self.ledgers = {slot: PushLedger(BUCKETS, owned) for slot, owned in self.owned.items()}
+        self.ledgers = {slot: PushLedger(PARTITIONS, owned) for slot, owned in self.owned.items()}
         self.records: dict[Slot, list[AuditRecord]] = {Slot(0): [], Slot(1): []}
 
     def tell(self, event: Event) -> Reply | None:
@@ -99,15 +99,15 @@ class Run:
         lo: int,
         hi: int,
         ps: int | None = None,
-        buckets: bytes = b"",
+        partitions: bytes = b"",
         skip: bool = False,
     ) -> None:
         for slot in self.ledgers if ps is None else (Slot(ps),):
-            r = self.ledgers[slot].push(lease.shard, lo, hi, lease.no, buckets, skip)
+            r = self.ledgers[slot].push(lease.shard, lo, hi, lease.no, partitions, skip)
             if r.applied:
                 seq, w = len(self.records[slot]), Slot(worker)
                 record = Applied(
-                    seq, lease.shard, lo, hi, lease.no, w, self.workers[w], r.applied, r.buckets, skip, self.at
+                    seq, lease.shard, lo, hi, lease.no, w, self.workers[w], r.applied, r.partitions, skip, self.at
                 )
                 self.records[slot].append(record)
 
@@ -146,7 +146,7 @@ class Run:
         for slot, records in self.records.items():
             path = self.run_dir / "audit" / f"ps-{slot}.1.log"
             path.unlink(missing_ok=True)
-            writer = ChainWriter(path, audit_header(slot, Incarnation(1), BUCKETS, list(map(int, self.owned[slot]))))
+            writer = ChainWriter(path, audit_header(slot, Incarnation(1), PARTITIONS, list(map(int, self.owned[slot]))))
             for record in records:
                 writer.append(msgspec.msgpack.encode(record))
             writer.close()
@@ -218,10 +218,10 @@ def test_a_takeover_in_the_middle_with_ragged_watermarks_is_exactly_once(run: Ru
     third = run.grant(0)
     assert third is not None
     half = sum(1 << b for b in run.owned[Slot(0)][:2]).to_bytes(1, "little")
-    run.push(0, third, 23, 27, ps=0, buckets=half)
+    run.push(0, third, 23, 27, ps=0, partitions=half)
     run.push(0, third, 23, 30, ps=1)
     rest = sum(1 << b for b in run.owned[Slot(0)][2:]).to_bytes(1, "little")
-    run.push(0, third, 23, 27, ps=0, buckets=rest)
+    run.push(0, third, 23, 27, ps=0, partitions=rest)
     run.push(0, third, 27, 30, ps=0)
     run.done(0, third)
     run.train()
@@ -235,7 +235,7 @@ def test_random_runs_with_losses_are_exactly_once(tmp_path: Path) -> None:
     for seed in range(20):
         rng = random.Random(seed)
         (tmp_path / str(seed)).mkdir()
-        spec = JobSpec(workers=2, ps=2, partitions=BUCKETS, max_restarts=1000, quarantine_after=1000)
+        spec = JobSpec(workers=2, ps=2, partitions=PARTITIONS, max_restarts=1000, quarantine_after=1000)
         run = Run(tmp_path / str(seed), samples=rng.randint(20, 200), shard_samples=rng.randint(7, 50), spec=spec)
         while (lease := run.grant(0, 2)) is not None:
             marks = {s: dict(zip(*led.watermarks(lease.shard), strict=True)) for s, led in run.ledgers.items()}  # type: ignore[misc]
@@ -288,7 +288,7 @@ def test_skipped_ranges_are_named_and_not_counted_in(run: Run) -> None:
 
 
 def test_a_quarantined_shard_is_named(tmp_path: Path) -> None:
-    spec = JobSpec(workers=2, ps=2, partitions=BUCKETS, quarantine_after=2, skip_quarantined=True)
+    spec = JobSpec(workers=2, ps=2, partitions=PARTITIONS, quarantine_after=2, skip_quarantined=True)
     run = Run(tmp_path, spec=spec)
     for _ in range(2):
         assert run.grant(0) is not None
@@ -335,14 +335,14 @@ def test_overlapping_batches(run: Run) -> None:
     assert (offence.lo, offence.hi) == (5, 10)
 
 
-def test_one_bucket_less(run: Run) -> None:
-    """All buckets but one: only that bucket is named."""
+def test_one_partition_less(run: Run) -> None:
+    """All partitions but one: only that partition is named."""
     run.train()
     owned = run.owned[Slot(0)]
     some = sum(1 << b for b in owned[1:]).to_bytes(1, "little")
-    report = run.doctor(lambda pushes: [replace(pushes[0], applied=3, buckets=some), *pushes[1:]])
+    report = run.doctor(lambda pushes: [replace(pushes[0], applied=3, partitions=some), *pushes[1:]])
     missing = [o for o in report.offenders if o.what == "missing"]
-    assert [(o.lo, o.hi, o.buckets) for o in missing] == [(0, 10, f"partition {owned[0]}")]
+    assert [(o.lo, o.hi, o.partitions) for o in missing] == [(0, 10, f"partition {owned[0]}")]
     assert "fingerprint" in whats(report)
 
 
@@ -399,7 +399,7 @@ def test_a_shard_that_no_plan_has(run: Run) -> None:
     assert {"unknown shard", "unknown lease"} <= whats(report)
 
 
-def test_a_log_that_tiles_but_is_not_what_the_buckets_hold(run: Run) -> None:
+def test_a_log_that_tiles_but_is_not_what_the_partitions_hold(run: Run) -> None:
     """The log claims a batch as applied that the ps skipped: only the fingerprint knows."""
     lease = run.grant(0)
     assert lease is not None
@@ -410,20 +410,20 @@ def test_a_log_that_tiles_but_is_not_what_the_buckets_hold(run: Run) -> None:
     assert whats(report) == {"fingerprint"}
 
 
-def test_buckets_that_hold_more_than_plan_and_log_say(run: Run) -> None:
+def test_partitions_that_hold_more_than_plan_and_log_say(run: Run) -> None:
     run.train()
-    next(iter(run.ledgers[Slot(1)].buckets.values())).fingerprint += 1
+    next(iter(run.ledgers[Slot(1)].partitions.values())).fingerprint += 1
     report = run.write()
     assert whats(report) == {"fingerprint"}
     assert {o.ps for o in report.offenders} == {"ps:1"}
-    assert report.offenders[0].buckets == f"partition {run.owned[Slot(1)][0]}"
+    assert report.offenders[0].partitions == f"partition {run.owned[Slot(1)][0]}"
 
 
-def test_a_false_count_and_foreign_buckets(run: Run) -> None:
+def test_a_false_count_and_foreign_partitions(run: Run) -> None:
     run.train()
     foreign = (1 << run.owned[Slot(1)][0] | 1 << run.owned[Slot(0)][0]).to_bytes(1, "little")
     report = run.doctor(
-        lambda pushes: [replace(pushes[0], applied=3), replace(pushes[1], applied=2, buckets=foreign), *pushes[2:]]
+        lambda pushes: [replace(pushes[0], applied=3), replace(pushes[1], applied=2, partitions=foreign), *pushes[2:]]
     )
     assert [o.detail for o in report.offenders if o.what == "bad record"] == [
         "says 3 partitions, its bitmap has 4",
@@ -431,7 +431,7 @@ def test_a_false_count_and_foreign_buckets(run: Run) -> None:
     ]
 
 
-def test_a_missing_log_and_a_log_for_other_buckets(run: Run) -> None:
+def test_a_missing_log_and_a_log_for_other_partitions(run: Run) -> None:
     run.train()
     run.owned[Slot(0)] = run.owned[Slot(1)]
     report = run.write()

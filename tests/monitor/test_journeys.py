@@ -1,6 +1,6 @@
-"""The audit of buckets that change hands: what counts, what is void, what is vouched for, and what is an offence.
+"""The audit of partitions that change hands: what counts, what is void, what is vouched for, and what is an offence.
 
-As in test_audit the brain, the journal and the ledgers are real; a bucket is taken over by giving its books, or an
+As in test_audit the brain, the journal and the ledgers are real; a partition is taken over by giving its books, or an
 older copy of them, to another ledger.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from test_audit import BUCKETS, Run, whats
+from test_audit import PARTITIONS, Run, whats
 
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, Slot
@@ -30,7 +30,7 @@ from everstep.monitor.records import (
     ReleasedRecord,
     audit_header,
 )
-from everstep.native.ledger import BucketLedger, PushLedger
+from everstep.native.ledger import PartitionLedger, PushLedger
 from everstep.storage.chain import ChainWriter
 
 Life = tuple[Slot, Incarnation]
@@ -41,10 +41,10 @@ class Journey(Run):
     """``lives``: every ps process that ever was, with its log."""
 
     def __init__(self, run_dir: Path, **more: int) -> None:
-        spec = JobSpec(workers=2, ps=2, partitions=BUCKETS, max_restarts=1000, quarantine_after=1000)
+        spec = JobSpec(workers=2, ps=2, partitions=PARTITIONS, max_restarts=1000, quarantine_after=1000)
         super().__init__(run_dir, spec=spec, **more)
         self.lives: dict[Life, PushLedger] = {P0: self.ledgers[Slot(0)], P1: self.ledgers[Slot(1)]}
-        self.first = {life: sorted(ledger.buckets) for life, ledger in self.lives.items()}
+        self.first = {life: sorted(ledger.partitions) for life, ledger in self.lives.items()}
         self.logs: dict[Life, list[AuditRecord]] = {P0: [], P1: []}
         self.closed: set[Life] = set()
         self.seqs: dict[int, int] = {}
@@ -57,7 +57,7 @@ class Journey(Run):
         return self.clock + (self.ahead.get(life, 0.0) if life is not None else 0.0)
 
     def grant(self, worker: int, until_epoch: int = 9) -> Lease | None:
-        self.ledgers = {Slot(100 * s + i): ledger for (s, i), ledger in self.lives.items() if ledger.buckets}
+        self.ledgers = {Slot(100 * s + i): ledger for (s, i), ledger in self.lives.items() if ledger.partitions}
         return super().grant(worker, until_epoch)
 
     def reopen(self, lease: Lease) -> None:
@@ -70,42 +70,54 @@ class Journey(Run):
         w = Slot(worker)
         if r.applied and log:
             seq = len(self.logs[life])
-            applied = (seq, lease.shard, lo, hi, lease.no, w, self.workers[w], r.applied, r.buckets, False, self.now())
+            applied = (
+                seq,
+                lease.shard,
+                lo,
+                hi,
+                lease.no,
+                w,
+                self.workers[w],
+                r.applied,
+                r.partitions,
+                False,
+                self.now(),
+            )
             self.logs[life].append(Applied(*applied))
         return r.applied
 
     def everywhere(self, worker: int, lease: Lease, lo: int, hi: int) -> None:
-        """As workers do: each bucket gets just what it lacks of ``[lo, hi)``."""
+        """As workers do: each partition gets just what it lacks of ``[lo, hi)``."""
         levels = {lo, hi}
         for ledger in self.lives.values():
-            levels |= {b.shards[lease.shard][0] for b in ledger.buckets.values() if lease.shard in b.shards}
+            levels |= {b.shards[lease.shard][0] for b in ledger.partitions.values() if lease.shard in b.shards}
         cuts = sorted(v for v in levels if lo <= v <= hi)
         for low, high in pairwise(cuts):
             for life in self.lives:
                 self.apply(life, worker, lease, low, high)
 
     def cut_life(self, life: Life, kind: type[CutRecord] | type[FinalCutRecord] = CutRecord) -> None:
-        prints = np.array([b.fingerprint for b in self.lives[life].buckets.values()], np.uint64).tobytes()
+        prints = np.array([b.fingerprint for b in self.lives[life].partitions.values()], np.uint64).tobytes()
         self.logs[life].append(kind(len(self.logs[life]), prints))
 
-    def copy(self, life: Life, bucket: int) -> BucketLedger:
-        return copy.deepcopy(self.lives[life].buckets[bucket])
+    def copy(self, life: Life, partition: int) -> PartitionLedger:
+        return copy.deepcopy(self.lives[life].partitions[partition])
 
-    def take(self, life: Life, bucket: int, books: BucketLedger, how: str = "promoted") -> None:
-        self.seqs[bucket] = self.seqs.get(bucket, 0) + 1
+    def take(self, life: Life, partition: int, books: PartitionLedger, how: str = "promoted") -> None:
+        self.seqs[partition] = self.seqs.get(partition, 0) + 1
         shards = b"".join(np.array([s, m[0]], "<i8").tobytes() for s, m in sorted(books.shards.items()))
         self.version += 1
         at, version = self.now(life), self.version
         took = AcquiredRecord(
-            len(self.logs[life]), bucket, how, self.seqs[bucket], shards, books.fingerprint, at, version
+            len(self.logs[life]), partition, how, self.seqs[partition], shards, books.fingerprint, at, version
         )
         self.logs[life].append(took)
         ledger = self.lives[life]
-        ledger.buckets = dict(sorted({**ledger.buckets, bucket: books}.items()))
+        ledger.partitions = dict(sorted({**ledger.partitions, partition: books}.items()))
 
-    def give(self, life: Life, bucket: int) -> BucketLedger:
-        self.logs[life].append(ReleasedRecord(len(self.logs[life]), bucket, self.seqs.get(bucket, 0), self.now()))
-        return self.lives[life].buckets.pop(bucket)
+    def give(self, life: Life, partition: int) -> PartitionLedger:
+        self.logs[life].append(ReleasedRecord(len(self.logs[life]), partition, self.seqs.get(partition, 0), self.now()))
+        return self.lives[life].partitions.pop(partition)
 
     def die(self, life: Life) -> PushLedger:
         """kill -9: its log ends, its books are gone."""
@@ -113,7 +125,7 @@ class Journey(Run):
         return self.lives.pop(life)
 
     def begin(self, life: Life) -> None:
-        self.lives[life] = PushLedger(BUCKETS, [])
+        self.lives[life] = PushLedger(PARTITIONS, [])
         self.logs[life], self.first[life] = [], []
 
     def report(self, close: bool = True) -> AuditReport:
@@ -123,7 +135,7 @@ class Journey(Run):
                 self.closed.add(life)
             path = self.run_dir / "audit" / f"ps-{life[0]}.{life[1]}.log"
             path.unlink(missing_ok=True)
-            writer = ChainWriter(path, audit_header(*life, BUCKETS, self.first[life]))
+            writer = ChainWriter(path, audit_header(*life, PARTITIONS, self.first[life]))
             for record in records:
                 writer.append(msgspec.msgpack.encode(record))
             writer.close()
@@ -159,11 +171,11 @@ def run(tmp_path: Path) -> Iterator[Journey]:
     made.journal.close()
 
 
-def test_a_bucket_that_moves_in_the_middle_of_a_shard_is_exactly_once(run: Journey) -> None:
+def test_a_partition_that_moves_in_the_middle_of_a_shard_is_exactly_once(run: Journey) -> None:
     lease = run.opened(10)
     run.cut_life(P0)
-    bucket = run.first[P0][0]
-    run.take(P1, bucket, run.give(P0, bucket))
+    partition = run.first[P0][0]
+    run.take(P1, partition, run.give(P0, partition))
     run.cut_life(P0)
     run.cut_life(P1)
     run.everywhere(0, lease, 10, 30)
@@ -171,7 +183,7 @@ def test_a_bucket_that_moves_in_the_middle_of_a_shard_is_exactly_once(run: Journ
     report = run.good(epochs=2)
     assert report.finished == ["train e0", "train e1"]
     assert (report.counts["taken"], report.counts["void"], report.counts["vouched"]) == (1, 0, 0)
-    assert report.counts["fingerprints"] > BUCKETS
+    assert report.counts["fingerprints"] > PARTITIONS
     assert "1 partitions taken over (1 promoted)" in report.text()
 
 
@@ -180,8 +192,8 @@ def test_what_a_lost_ps_did_beyond_its_mirror_is_void_and_applied_again(run: Jou
     mirrors = {b: run.copy(P0, b) for b in run.first[P0]}
     run.everywhere(0, lease, 10, 20)  # not yet at the mirrors (eager)
     run.die(P0)
-    for bucket, books in mirrors.items():
-        run.take(P1, bucket, books, "rebuilt")
+    for partition, books in mirrors.items():
+        run.take(P1, partition, books, "rebuilt")
     run.reopen(lease)
     run.everywhere(0, lease, 10, 30)
     run.done(0, lease)
@@ -194,16 +206,16 @@ def test_what_a_dead_ps_could_not_log_is_vouched_for(run: Journey) -> None:
     lease = run.opened(10)
     run.apply(P0, 0, lease, 10, 20, log=False)  # its mirror has it; it was killed before it wrote the record
     run.apply(P1, 0, lease, 10, 20)
-    for bucket, books in run.die(P0).buckets.items():
-        run.take(P1, bucket, books)
+    for partition, books in run.die(P0).partitions.items():
+        run.take(P1, partition, books)
     run.everywhere(0, lease, 20, 30)
     run.done(0, lease)
     report = run.good()
     assert report.counts["vouched"] == 10 * 4
 
 
-def test_a_bucket_that_comes_back_to_where_it_was_and_one_restarted_ps(run: Journey) -> None:
-    bucket = run.first[P0][1]
+def test_a_partition_that_comes_back_to_where_it_was_and_one_restarted_ps(run: Journey) -> None:
+    partition = run.first[P0][1]
     again = (Slot(0), Incarnation(2))
     for step in range(2):
         lease = run.grant(0)
@@ -211,8 +223,8 @@ def test_a_bucket_that_comes_back_to_where_it_was_and_one_restarted_ps(run: Jour
         run.everywhere(0, lease, lease.start, lease.stop)
         run.done(0, lease)
         (source, target) = ((P0, P1), (P1, P0))[step]
-        run.take(target, bucket, run.give(source, bucket))
-    books = run.die(P0).buckets
+        run.take(target, partition, run.give(source, partition))
+    books = run.die(P0).partitions
     run.begin(again)
     for b, held in books.items():
         run.take(again, b, held, "rebuilt")
@@ -221,25 +233,25 @@ def test_a_bucket_that_comes_back_to_where_it_was_and_one_restarted_ps(run: Jour
 
 
 def test_owners_are_ordered_by_placements_and_not_by_their_clocks(run: Journey) -> None:
-    """Two nodes whose clocks are an hour apart: by time, the bucket would have been at its first owner last."""
+    """Two nodes whose clocks are an hour apart: by time, the partition would have been at its first owner last."""
     run.ahead[P1] = -3600.0
-    bucket = run.first[P0][1]
+    partition = run.first[P0][1]
     for source, target in ((P0, P1), (P1, P0), (P0, P1)):
         lease = run.grant(0)
         assert lease is not None
         run.everywhere(0, lease, lease.start, lease.stop)
         run.done(0, lease)
-        run.take(target, bucket, run.give(source, bucket))
+        run.take(target, partition, run.give(source, partition))
     report = run.good()
     assert (report.counts["taken"], report.counts["void"]) == (3, 0)
 
 
-def test_buckets_that_begin_empty_again_have_all_of_it_trained_again(run: Journey) -> None:
+def test_partitions_that_begin_empty_again_have_all_of_it_trained_again(run: Journey) -> None:
     """Their ps was lost before any mirror was complete; nothing was released."""
     lease = run.opened(20)
-    lost = sorted(run.die(P0).buckets)
-    for bucket in lost:
-        run.take(P1, bucket, BucketLedger(), "begun")
+    lost = sorted(run.die(P0).partitions)
+    for partition in lost:
+        run.take(P1, partition, PartitionLedger(), "begun")
     run.reopen(lease)
     run.everywhere(0, lease, 0, 30)
     run.done(0, lease)
@@ -247,11 +259,11 @@ def test_buckets_that_begin_empty_again_have_all_of_it_trained_again(run: Journe
     assert report.counts["begun"] == len(lost) and f"{len(lost)} begun" in report.text()
 
 
-def test_a_bucket_that_is_said_to_begin_empty_and_is_not_trained_again_is_missing(run: Journey) -> None:
+def test_a_partition_that_is_said_to_begin_empty_and_is_not_trained_again_is_missing(run: Journey) -> None:
     lease = run.opened(30)
     run.done(0, lease)
-    for bucket in sorted(run.die(P0).buckets):
-        run.take(P1, bucket, BucketLedger(), "begun")
+    for partition in sorted(run.die(P0).partitions):
+        run.take(P1, partition, PartitionLedger(), "begun")
     run.rest()
     assert "missing" in whats(run.report())
 
@@ -261,8 +273,8 @@ def test_a_released_shard_counts_though_no_mark_speaks_of_it(run: Journey) -> No
     run.done(0, lease)
     for ledger in run.lives.values():
         ledger.release([lease.shard])
-    for bucket, books in run.die(P0).buckets.items():
-        run.take(P1, bucket, books)
+    for partition, books in run.die(P0).partitions.items():
+        run.take(P1, partition, books)
     report = run.good()
     assert report.counts["void"] == 0
 
@@ -271,8 +283,8 @@ def test_a_shard_that_the_mirror_never_heard_of_is_begun_anew(run: Journey) -> N
     mirrors = {b: run.copy(P0, b) for b in run.first[P0]}
     lease = run.opened(30)
     run.die(P0)
-    for bucket, books in mirrors.items():
-        run.take(P1, bucket, books, "loaded")
+    for partition, books in mirrors.items():
+        run.take(P1, partition, books, "loaded")
     run.reopen(lease)
     run.everywhere(0, lease, 0, 30)
     run.done(0, lease)
@@ -282,8 +294,8 @@ def test_a_shard_that_the_mirror_never_heard_of_is_begun_anew(run: Journey) -> N
 
 def test_what_a_fenced_ps_still_applied_is_void_and_named(run: Journey) -> None:
     lease = run.opened(10)
-    for bucket in run.first[P0]:
-        run.take(P1, bucket, run.copy(P0, bucket))
+    for partition in run.first[P0]:
+        run.take(P1, partition, run.copy(P0, partition))
     run.apply(P0, 0, lease, 10, 20)  # it was given up, and does not know
     run.die(P0)
     run.everywhere(0, lease, 10, 30)
@@ -298,10 +310,10 @@ def test_what_a_fenced_ps_still_applied_is_void_and_named(run: Journey) -> None:
 
 
 def moved(run: Journey, **lie: int | bytes) -> AuditReport:
-    """A bucket moves after 10 of 30 samples, and the new owner's record of it is changed."""
+    """A partition moves after 10 of 30 samples, and the new owner's record of it is changed."""
     lease = run.opened(10)
-    bucket = run.first[P0][0]
-    run.take(P1, bucket, run.give(P0, bucket))
+    partition = run.first[P0][0]
+    run.take(P1, partition, run.give(P0, partition))
     if lie:
         run.logs[P1][-1] = msgspec.structs.replace(run.logs[P1][-1], **lie)
     run.everywhere(0, lease, 10, 30)
@@ -313,11 +325,11 @@ def moved(run: Journey, **lie: int | bytes) -> AuditReport:
 def test_a_false_fingerprint(run: Journey) -> None:
     report = moved(run, fingerprint=12345)
     assert whats(report) == {"fingerprint"}
-    assert {o.buckets for o in report.offenders} == {f"partition {run.first[P0][0]}"}
+    assert {o.partitions for o in report.offenders} == {f"partition {run.first[P0][0]}"}
 
 
 def test_watermarks_that_say_less_than_was_taken(run: Journey) -> None:
-    """The bucket lost ten samples on its way, and nobody applied them again."""
+    """The partition lost ten samples on its way, and nobody applied them again."""
     report = moved(run, shards=np.array([0, 0], "<i8").tobytes())
     assert {"missing", "fingerprint"} <= whats(report)
     offence = next(o for o in report.offenders if o.what == "missing")
@@ -326,11 +338,11 @@ def test_watermarks_that_say_less_than_was_taken(run: Journey) -> None:
 
 def test_a_batch_applied_by_both_owners(run: Journey) -> None:
     lease = run.opened(20)
-    bucket = run.first[P0][0]
-    books = run.give(P0, bucket)
+    partition = run.first[P0][0]
+    books = run.give(P0, partition)
     old = copy.deepcopy(books)
     old.shards[lease.shard][0] = 10  # rows of now, watermarks of before
-    run.take(P1, bucket, old)
+    run.take(P1, partition, old)
     run.logs[P1][-1] = msgspec.structs.replace(run.logs[P1][-1], shards=np.array([0, 20], "<i8").tobytes())
     run.everywhere(0, lease, 10, 30)
     run.done(0, lease)
@@ -338,7 +350,7 @@ def test_a_batch_applied_by_both_owners(run: Journey) -> None:
     report = run.report()
     assert {"twice", "fingerprint"} <= whats(report)
     offence = next(o for o in report.offenders if o.what == "twice")
-    assert (offence.lo, offence.hi, offence.buckets) == (10, 20, f"partition {bucket}")
+    assert (offence.lo, offence.hi, offence.partitions) == (10, 20, f"partition {partition}")
 
 
 def test_what_was_void_and_never_applied_again_is_missing(run: Journey) -> None:
@@ -347,15 +359,15 @@ def test_what_was_void_and_never_applied_again_is_missing(run: Journey) -> None:
     run.everywhere(0, lease, 10, 30)
     run.done(0, lease)  # and yet the job calls it done
     run.die(P0)
-    for bucket, books in mirrors.items():
-        run.take(P1, bucket, books)
+    for partition, books in mirrors.items():
+        run.take(P1, partition, books)
     run.rest()
     report = run.report()
-    found = [(o.lo, o.hi, o.buckets) for o in report.offenders if o.what == "missing"]
+    found = [(o.lo, o.hi, o.partitions) for o in report.offenders if o.what == "missing"]
     assert found == [(10, 30, f"partitions {','.join(map(str, mirrors))}")]
 
 
-def test_a_bucket_that_leaves_though_it_never_came(run: Journey) -> None:
+def test_a_partition_that_leaves_though_it_never_came(run: Journey) -> None:
     run.rest()
     foreign = run.first[P1][0]
     run.logs[P0].append(ReleasedRecord(len(run.logs[P0]), foreign, 0, run.now()))
@@ -370,13 +382,13 @@ def test_random_moves_and_losses_are_exactly_once(tmp_path: Path, seed: int) -> 
     """Moves, losses with mirrors that lag or do not, restarts; some log tails are lost."""
     rng = random.Random(seed)
     run = Journey(tmp_path, samples=rng.randint(30, 150), shard_samples=rng.randint(10, 40))
-    mirrors: dict[int, BucketLedger] = {}
+    mirrors: dict[int, PartitionLedger] = {}
     number = {Slot(0): 1, Slot(1): 1}
     while (lease := run.grant(0, 2)) is not None:
         at = lease.start
         while at < lease.stop:
             for life in run.lives:  # acked: a mirror has at least what was answered
-                mirrors |= {b: run.copy(life, b) for b in run.lives[life].buckets}
+                mirrors |= {b: run.copy(life, b) for b in run.lives[life].partitions}
             hi = min(at + rng.randint(1, 15), lease.stop)
             run.everywhere(0, lease, at, hi)
             at = hi
@@ -384,22 +396,22 @@ def test_random_moves_and_losses_are_exactly_once(tmp_path: Path, seed: int) -> 
             lives = list(run.lives)
             if what < 0.3:
                 source, target = rng.sample(lives, 2)
-                held = list(run.lives[source].buckets)
-                for bucket in rng.sample(held, min(len(held), rng.randint(1, 3))):
-                    run.take(target, bucket, run.give(source, bucket))
+                held = list(run.lives[source].partitions)
+                for partition in rng.sample(held, min(len(held), rng.randint(1, 3))):
+                    run.take(target, partition, run.give(source, partition))
             elif what < 0.5:
                 dead = rng.choice(lives)
-                lost = run.die(dead).buckets
+                lost = run.die(dead).partitions
                 slot = dead[0]
                 number[slot] += 1
                 (other,) = run.lives
                 run.begin((slot, Incarnation(number[slot])))
                 fresh = rng.random() < 0.5
-                for bucket, books in lost.items():
+                for partition, books in lost.items():
                     run.take(
                         rng.choice([other, (slot, Incarnation(number[slot]))]),
-                        bucket,
-                        books if fresh else mirrors[bucket],
+                        partition,
+                        books if fresh else mirrors[partition],
                     )
                 run.reopen(lease)
                 at = lease.start

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from everstep.model.table import InitKind, InitSpec, OptimizerKind, OptimizerSpec, TableSpec
 from everstep.native import BlobKind, Store, crc32c, unique_route
 from everstep.native.blob import Blob, BlobMarks, build, parse, seal
-from everstep.testing.twin import TwinStore, bucket_of
+from everstep.testing.twin import TwinStore, partition_of
 
-BUCKETS, BUCKET = 4, 2
+PARTITIONS, PARTITION = 4, 2
 ADAM = TableSpec("adam", 5, OptimizerSpec(OptimizerKind.ADAM, 0.01), InitSpec(InitKind.UNIFORM, -1.0, 1.0))
 LATE = TableSpec("late", 3, OptimizerSpec(OptimizerKind.FTRL, 0.1), admit_after=2, expire_batches=50)
 DENSE = TableSpec("dense", 8, OptimizerSpec(OptimizerKind.SGD, 0.1, momentum=0.9), rows=40, dense=True)
@@ -31,11 +31,11 @@ Pages = dict[int, dict[int, NDArray[np.uint8]]]
 
 def filled() -> Store:
     """A store with rows, open shards, and differences that wait in its outbox."""
-    store = Store(BUCKETS, 7)
-    store.own(range(BUCKETS))
+    store = Store(PARTITIONS, 7)
+    store.own(range(PARTITIONS))
     for spec in SPECS:
         store.declare(spec)
-    store.protect(range(BUCKETS), True)
+    store.protect(range(PARTITIONS), True)
     store.open(3, 0, 1)
     store.open(4, 0, 1)
     push(store, 0)
@@ -48,16 +48,16 @@ def push(store: Any, at: int) -> None:
     parts = []
     for spec in SPECS:
         ids = np.arange(40) if spec.dense else rng.integers(-300, 300, 250)
-        keys, _, _ = unique_route(ids, BUCKETS, spec.id, np.zeros(BUCKETS, np.int32))
+        keys, _, _ = unique_route(ids, PARTITIONS, spec.id, np.zeros(PARTITIONS, np.int32))
         parts.append((int(spec.id), keys, rng.normal(size=(len(keys), spec.dim)).astype(np.float32), -1.0))
     assert store.push(3, at, at + 1, 1, b"", parts).applied
 
 
 def snapshot(store: Store) -> tuple[bytes, Pages]:
-    _, marks = store.snapshot_begin(BUCKET, -1)
+    _, marks = store.snapshot_begin(PARTITION, -1)
     pages: Pages = {}
     while True:
-        names, data = store.snapshot_next(BUCKET, 1 << 20)
+        names, data = store.snapshot_next(PARTITION, 1 << 20)
         if not names:
             break
         at = 0
@@ -65,7 +65,7 @@ def snapshot(store: Store) -> tuple[bytes, Pages]:
             size = store.page_bytes(table)
             pages.setdefault(table, {})[number] = data[at : at + size].copy()
             at += size
-    store.snapshot_end(BUCKET)
+    store.snapshot_end(PARTITION)
     return marks, pages
 
 
@@ -144,19 +144,19 @@ def crafted_pages(pages: Pages, rng: random.Random) -> Pages:
 
 def load(store: Any, marks: bytes, pages: Pages) -> bool:
     try:
-        store.load_begin(BUCKET)
+        store.load_begin(PARTITION)
         for table, of in pages.items():
             if of:
-                store.load_pages(BUCKET, table, list(of), np.concatenate(list(of.values())))
-        store.load_end(BUCKET, marks)
+                store.load_pages(PARTITION, table, list(of), np.concatenate(list(of.values())))
+        store.load_end(PARTITION, marks)
     except (ValueError, OverflowError):
-        store.drop(BUCKET)
+        store.drop(PARTITION)
         return False
     return True
 
 
 def empty(kind: Callable[[int, int], Any]) -> Any:
-    store = kind(BUCKETS, 7)
+    store = kind(PARTITIONS, 7)
     for spec in SPECS:
         store.declare(spec)
     return store
@@ -177,11 +177,11 @@ def attempts(seed: int, count: int) -> Counter[str]:
         if number % 8 == 0:  # (the twin is slow)
             assert load(twin, blob, some) == there, f"attempt {number}: store {there}, twin {not there}"
             if there:
-                assert store.digest(BUCKET) == twin.digest(BUCKET), f"attempt {number}: other rows"
-            twin.drop(BUCKET)
+                assert store.digest(PARTITION) == twin.digest(PARTITION), f"attempt {number}: other rows"
+            twin.drop(PARTITION)
         if there:
             use(store)
-        store.drop(BUCKET)
+        store.drop(PARTITION)
     return outcomes
 
 
@@ -192,11 +192,11 @@ def use(store: Store) -> None:
         parts = []
         for spec in SPECS:
             ids = np.arange(40) if spec.dense else np.arange(-300, 300)
-            keys, _, _ = unique_route(ids, BUCKETS, spec.id, np.zeros(BUCKETS, np.int32))
-            mine = keys[bucket_of(keys, spec.id, BUCKETS) == BUCKET]
+            keys, _, _ = unique_route(ids, PARTITIONS, spec.id, np.zeros(PARTITIONS, np.int32))
+            mine = keys[partition_of(keys, spec.id, PARTITIONS) == PARTITION]
             parts.append((int(spec.id), mine, np.ones((len(mine), spec.dim), np.float32), -1.0))
         store.push(5, at, at + 1, 1 << 60, b"", parts)
-    store.expire(BUCKET, 5)
+    store.expire(PARTITION, 5)
     snapshot(store)
 
 
@@ -204,16 +204,16 @@ def use(store: Store) -> None:
 
 
 def stream(store: Store) -> list[bytes]:
-    """Contents of one bucket and differences, as its mirror would get them."""
+    """Contents of one partition and differences, as its mirror would get them."""
     for table in store.tables():
         for kind in (BlobKind.HEADS, BlobKind.BODIES):
             lo = 0
             while lo >= 0:
-                lo = store.emit(BUCKET, kind, table, lo, lo + 4096)
-    store.emit_marks(BUCKET)
+                lo = store.emit(PARTITION, kind, table, lo, lo + 4096)
+    store.emit_marks(PARTITION)
     push(store, 1)
     _, entries, data = store.take_outbox(1 << 30)
-    return [data[at : at + length].tobytes() for b, _, _, at, length in entries if b == BUCKET]
+    return [data[at : at + length].tobytes() for b, _, _, at, length in entries if b == PARTITION]
 
 
 def mirror_attempts(seed: int, count: int) -> Counter[str]:
@@ -225,7 +225,7 @@ def mirror_attempts(seed: int, count: int) -> Counter[str]:
     for number in range(count):
         say(f"mirror {number}")
         store = empty(Store)
-        store.mirror_make(1, [BUCKET, 0], rng.randrange(2))
+        store.mirror_make(1, [PARTITION, 0], rng.randrange(2))
         for blob in blobs:
             if rng.random() < 0.5:
                 outcomes[apply(store, crafted(blob, rng))] += 1
@@ -248,11 +248,11 @@ def recovery_attempts(seed: int, count: int) -> Counter[str]:
     rng = random.Random(seed)
     owner, rows = filled(), [empty(Store), empty(Store)]
     owner.take_outbox(1 << 30)
-    lost = [1, BUCKET]
+    lost = [1, PARTITION]
     survivors: list[bytes] = []
     for row, store in enumerate(rows):
-        store.mirror_make(1, list(range(BUCKETS)), row)
-    for member in range(BUCKETS):
+        store.mirror_make(1, list(range(PARTITIONS)), row)
+    for member in range(PARTITIONS):
         blobs = contents(owner, member)
         survivors += blobs if member not in lost else []
         for store in rows:
@@ -317,7 +317,7 @@ def any_blobs(count: int) -> None:
     from hypothesis import strategies as st
 
     store = empty(Store)
-    store.mirror_make(1, [BUCKET], 0)
+    store.mirror_make(1, [PARTITION], 0)
     number = st.integers(0, 0xFFFFFFFF) | st.integers(0, 70)
     signed = st.integers(-(1 << 63), (1 << 63) - 1) | st.integers(-2, 70)
     mark = st.tuples(signed, signed, signed)
@@ -328,19 +328,19 @@ def any_blobs(count: int) -> None:
     unhurried = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
 
     @settings(max_examples=count, derandomize=True, **unhurried)
-    @given(kind=st.integers(0, 5), bucket=number, seq=signed, n_parts=number, **some)
-    def check(kind: int, bucket: int, seq: int, n_parts: int, shards: Any, parts: Any, rest: bytes) -> None:
+    @given(kind=st.integers(0, 5), partition=number, seq=signed, n_parts=number, **some)
+    def check(kind: int, partition: int, seq: int, n_parts: int, shards: Any, parts: Any, rest: bytes) -> None:
         say(f"any {next(counter)}")
-        blob = build(Blob(BlobKind.MARKS, bucket, 0, BlobMarks(1, 0, shards, [1])))
+        blob = build(Blob(BlobKind.MARKS, partition, 0, BlobMarks(1, 0, shards, [1])))
         body = b"".join(struct.pack("<6I", t, n, lo, hi, flags, 0) for t, n, lo, hi, flags in parts) + rest
         data = bytearray(blob + body)
         n_parts = len(parts) if n_parts % 4 else n_parts
-        struct.pack_into("<HII", data, 6, kind, BUCKET if bucket % 2 else bucket, n_parts)
+        struct.pack_into("<HII", data, 6, kind, PARTITION if partition % 2 else partition, n_parts)
         struct.pack_into("<q", data, 16, seq)
         sealed = seal(bytes(data))
         apply(store, sealed)
         load(store, sealed, {})
-        store.drop(BUCKET)
+        store.drop(PARTITION)
 
     check()
 

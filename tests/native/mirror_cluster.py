@@ -26,12 +26,12 @@ DENSE = {spec.id: spec for spec in TABLES if spec.dense}
 PIECE = 200  # slots of one piece of contents
 
 
-def pages_of(store: Store, bucket: int) -> Pages:
-    """The bucket's pages as they are."""
-    store.snapshot_begin(bucket)
+def pages_of(store: Store, partition: int) -> Pages:
+    """The partition's pages as they are."""
+    store.snapshot_begin(partition)
     out: Pages = {}
     while True:
-        names, data = store.snapshot_next(bucket, 1 << 20)
+        names, data = store.snapshot_next(partition, 1 << 20)
         if not names:
             break
         at = 0
@@ -39,7 +39,7 @@ def pages_of(store: Store, bucket: int) -> Pages:
             size = store.page_bytes(table)
             out[table, number] = data[at : at + size].copy()
             at += size
-    store.snapshot_end(bucket)
+    store.snapshot_end(partition)
     return out
 
 
@@ -54,12 +54,12 @@ def mirror_pages(store: Store, table_specs: list[TableSpec]) -> Pages:
     }
 
 
-def dense_pages(store: Store, bucket: int) -> Pages:
+def dense_pages(store: Store, partition: int) -> Pages:
     """Of the dense tables: the mirror's copy of one member's."""
     return {
         (table, number): np.frombuffer(page, np.uint8)
         for table in DENSE
-        for number, page in store.mirror_pages(ID, table, bucket)
+        for number, page in store.mirror_pages(ID, table, partition)
     }
 
 
@@ -72,7 +72,7 @@ def split(pages: Pages) -> tuple[Pages, Pages]:
 
 
 class Cluster:
-    """``k`` ps that own one bucket each, ``m`` that hold one row of parity each, and the streams between them."""
+    """``k`` ps that own one partition each, ``m`` that hold one row of parity each, and the streams between them."""
 
     def __init__(self, k: int, m: int, seed: int, specs: list[TableSpec] | None = None) -> None:
         self.k, self.m, self.specs = k, m, specs if specs is not None else TABLES
@@ -111,7 +111,7 @@ class Cluster:
             parts = []
             for spec in self.specs:
                 keys = np.unique(self.rng.integers(-span, span, n))
-                keys = keys[twin.bucket_of(keys, spec.id, self.k) == b]
+                keys = keys[twin.partition_of(keys, spec.id, self.k) == b]
                 parts.append((spec.id, keys, self.rng.normal(size=(len(keys), spec.dim)).astype(np.float32), -1.0))
             store.push(shard, lo, lo + 1, lease, b"", parts)
         self.positions[shard] += 1
@@ -121,7 +121,7 @@ class Cluster:
         for b, store in enumerate(self.ps):
             for spec in self.specs:
                 keys = np.unique(self.rng.integers(-400, 400, n))
-                keys = keys[twin.bucket_of(keys, spec.id, self.k) == b]
+                keys = keys[twin.partition_of(keys, spec.id, self.k) == b]
                 store.put_absent(spec.id, keys, self.rng.normal(size=(len(keys), spec.dim)).astype(np.float32))
             store.initialise(self.specs[0].id)
 
@@ -130,26 +130,26 @@ class Cluster:
             store.expire(b, 0)
 
     @staticmethod
-    def sweep_of(store: Store, bucket: int) -> Iterator[None]:
+    def sweep_of(store: Store, partition: int) -> Iterator[None]:
         for kind in (BlobKind.HEADS, BlobKind.BODIES):
             for table in store.tables():
                 lo = 0
                 while lo >= 0:
-                    lo = store.emit(bucket, kind, table, lo, lo + PIECE)
+                    lo = store.emit(partition, kind, table, lo, lo + PIECE)
                     yield
-        store.emit_marks(bucket)
+        store.emit_marks(partition)
         yield
 
-    def sweep(self, bucket: int) -> Iterator[None]:
-        """Contents of a whole bucket, piece by piece."""
-        return self.sweep_of(self.ps[bucket], bucket)
+    def sweep(self, partition: int) -> Iterator[None]:
+        """Contents of a whole partition, piece by piece."""
+        return self.sweep_of(self.ps[partition], partition)
 
     def drain(self) -> None:
         """From the outboxes onto the links."""
         for b, store in enumerate(self.ps):
             _, entries, data = store.take_outbox(1 << 30)
-            for bucket, _, _, at, length in entries:
-                assert bucket == b
+            for partition, _, _, at, length in entries:
+                assert partition == b
                 for r in range(self.m):
                     self.links[b, r].append(data[at : at + length].tobytes())
 

@@ -1,4 +1,4 @@
-"""Differences, contents and images of buckets: what goes out is what is in the pages, bit for bit."""
+"""Differences, contents and snapshots of partitions: what goes out is what is in the pages, bit for bit."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def take(store: Store, still: bool = True) -> list[bytes]:
     while store.wait_outbox(0):
         first, entries, data = store.take_outbox(1 << 16)
         assert first + len(entries) <= store.outbox_ticket()
-        for bucket, seq, kind, offset, length in entries:
+        for partition, seq, kind, offset, length in entries:
             blob = data[offset : offset + length].tobytes()
             head = parse(blob, width)
-            assert (head.bucket, head.seq, head.kind) == (bucket, seq, BlobKind.BODIES if kind == 5 else kind)
+            assert (head.partition, head.seq, head.kind) == (partition, seq, BlobKind.BODIES if kind == 5 else kind)
             out.append(blob)
     assert not still or store.outbox_bytes() == 0
     return out
@@ -107,7 +107,7 @@ class Pages:
 
     def apply(self, data: bytes) -> None:
         blob = parse(data, width)
-        b = blob.bucket
+        b = blob.partition
         if blob.kind is BlobKind.CHANGE:
             assert blob.seq == self.seq[b] + 1
         self.seq[b] = blob.seq
@@ -140,25 +140,25 @@ class Pages:
             assert self.clock[b] == (marks.fingerprint, marks.clock)
             assert marks.shards == [(s, *m) for s, m in sorted(self.shards[b].items())]
             assert marks.initialised == self.initialised[b]
-            image = image_of(store, b)
+            snapshot = snapshot_of(store, b)
             mine = {(t, p): x.tobytes() for (c, t, p), x in self.pages.items() if c == b and x.any()}
-            assert mine == image
+            assert mine == snapshot
 
 
-def image_of(store: Store, bucket: int) -> dict[tuple[int, int], bytes]:
-    store.snapshot_begin(bucket, -1)
-    out = read_image(store, bucket)
-    store.snapshot_end(bucket)
+def snapshot_of(store: Store, partition: int) -> dict[tuple[int, int], bytes]:
+    store.snapshot_begin(partition, -1)
+    out = read_snapshot(store, partition)
+    store.snapshot_end(partition)
     return out
 
 
-def read_image(
-    store: Store, bucket: int, max_bytes: int = 100_000, between: Callable[[], Any] = lambda: None
+def read_snapshot(
+    store: Store, partition: int, max_bytes: int = 100_000, between: Callable[[], Any] = lambda: None
 ) -> dict[tuple[int, int], bytes]:
     out: dict[tuple[int, int], bytes] = {}
     while True:
         between()
-        names, data = store.snapshot_next(bucket, max_bytes)
+        names, data = store.snapshot_next(partition, max_bytes)
         if not names:
             return out
         at = 0
@@ -169,11 +169,11 @@ def read_image(
         assert at == len(data)
 
 
-def load(store: Store, bucket: int, image: dict[tuple[int, int], bytes], marks: bytes) -> None:
-    store.load_begin(bucket)
-    for (table, page), data in image.items():
-        store.load_pages(bucket, table, [page], np.frombuffer(data, np.uint8))
-    store.load_end(bucket, marks)
+def load(store: Store, partition: int, snapshot: dict[tuple[int, int], bytes], marks: bytes) -> None:
+    store.load_begin(partition)
+    for (table, page), data in snapshot.items():
+        store.load_pages(partition, table, [page], np.frombuffer(data, np.uint8))
+    store.load_end(partition, marks)
 
 
 @settings(max_examples=30, deadline=None)
@@ -193,9 +193,9 @@ def test_differences_are_the_pages(seed: int, n: int) -> None:
     if n:
         pages.agree(store)
     for b in range(B):
-        image = image_of(store, b)
+        snapshot = snapshot_of(store, b)
         twins = {(t, p): x for t in BY_ID for p, x in oracle.rows(b, t).pages().items()}
-        assert image == twins
+        assert snapshot == twins
 
 
 @settings(max_examples=20, deadline=None)
@@ -230,7 +230,7 @@ def test_contents_end_with_a_part_that_says_so() -> None:
     assert listed.records is not None and listed.records[0].any() and not listed.records[1].any()
 
 
-def test_an_image_becomes_the_bucket() -> None:
+def test_an_snapshot_becomes_the_partition() -> None:
     store, steps = filled(Store), Steps(5)
     for _ in range(25):
         steps.step([store])
@@ -238,21 +238,21 @@ def test_an_image_becomes_the_bucket() -> None:
     for spec in reversed(SPECS):
         other.declare(spec)
     for b in range(B):
-        load(other, b, image_of(store, b), store.marks(b))
+        load(other, b, snapshot_of(store, b), store.marks(b))
         assert other.digest(b) == store.digest(b)
         assert other.content_digest(b) == store.content_digest(b)
-        assert other.bucket_rows(b) == store.bucket_rows(b)
+        assert other.partition_rows(b) == store.partition_rows(b)
     for _ in range(25):
         steps.step([store, other])
     assert [other.digest(b) for b in range(B)] == [store.digest(b) for b in range(B)]
 
 
-def test_an_increment_over_its_base_is_the_bucket() -> None:
+def test_an_increment_over_its_base_is_the_partition() -> None:
     store, steps = filled(Store), Steps(6)
     for _ in range(20):
         steps.step([store])
     generation, _ = store.snapshot_begin(2, -1)
-    image = read_image(store, 2)
+    snapshot = read_snapshot(store, 2)
     store.snapshot_end(2)
     for _ in range(3):
         before = store.seq(2)
@@ -260,16 +260,16 @@ def test_an_increment_over_its_base_is_the_bucket() -> None:
             steps.step([store])
         changed_marks = store.seq(2) != before
         generation, marks = store.snapshot_begin(2, generation)
-        increment = read_image(store, 2)
+        increment = read_snapshot(store, 2)
         store.snapshot_end(2)
         assert changed_marks or not increment
-        image.update(increment)
+        snapshot.update(increment)
         other = filled(Store)
         other.drop(2)
-        load(other, 2, image, marks)
+        load(other, 2, snapshot, marks)
         assert other.digest(2) == store.digest(2)
     generation, _ = store.snapshot_begin(2, generation)
-    assert read_image(store, 2) == {}  # nothing has changed since
+    assert read_snapshot(store, 2) == {}  # nothing has changed since
     with pytest.raises(ValueError, match="is being read"):
         store.snapshot_begin(2, -1)
     store.snapshot_end(2)
@@ -300,28 +300,28 @@ def test_a_snapshot_is_the_moment_it_began_while_threads_push() -> None:
 
     thread = threading.Thread(target=push)
     thread.start()
-    pages, images = Pages(store), []
+    pages, snapshots = Pages(store), []
     blobs: list[bytes] = []
     for _ in range(8):
         _, marks = store.snapshot_begin(1, -1)
-        image = read_image(store, 1, 100_000, lambda: pushed.clear() or pushed.wait(10))
+        snapshot = read_snapshot(store, 1, 100_000, lambda: pushed.clear() or pushed.wait(10))
         store.snapshot_end(1)
-        images.append((parse(marks).seq, image, marks))
+        snapshots.append((parse(marks).seq, snapshot, marks))
         blobs += take(store, still=False)
     stop.set()
     thread.join(60)
     assert not failed
     blobs += take(store)
-    at_seq = {seq: (image, marks) for seq, image, marks in images}
+    at_seq = {seq: (snapshot, marks) for seq, snapshot, marks in snapshots}
     checked = 0
     for blob in blobs:
         pages.apply(blob)
         if pages.seq[1] in at_seq:
-            image, marks = at_seq[pages.seq[1]]
-            assert image == {(t, p): x.tobytes() for (b, t, p), x in pages.pages.items() if b == 1 and x.any()}
+            snapshot, marks = at_seq[pages.seq[1]]
+            assert snapshot == {(t, p): x.tobytes() for (b, t, p), x in pages.pages.items() if b == 1 and x.any()}
             other = filled(Store)
             other.drop(1)
-            load(other, 1, image, marks)
+            load(other, 1, snapshot, marks)
             checked += 1
     assert checked == len([seq for seq in at_seq if seq])
     assert checked > 1
@@ -329,34 +329,34 @@ def test_a_snapshot_is_the_moment_it_began_while_threads_push() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_a_flipped_image_is_refused(data: st.DataObject) -> None:
+def test_a_flipped_snapshot_is_refused(data: st.DataObject) -> None:
     """Heads and marks: their own structure and checksum say it. Bodies have the checksums of the file they lie in."""
     store, steps = filled(Store), Steps(5)
     for _ in range(10):
         steps.step([store])
-    image, marks = image_of(store, 1), bytearray(store.marks(1))
-    names = sorted(image)
+    snapshot, marks = snapshot_of(store, 1), bytearray(store.marks(1))
+    names = sorted(snapshot)
     which = data.draw(st.integers(0, len(names)))
     if which == len(names):
         at = data.draw(st.integers(0, len(marks) * 8 - 1))
         marks[at >> 3] ^= 1 << (at & 7)
     else:
-        page = bytearray(image[names[which]])
+        page = bytearray(snapshot[names[which]])
         at = data.draw(st.integers(0, store.layout(names[which][0])[1] * 8 - 1))
         page[at >> 3] ^= 1 << (at & 7)
-        image[names[which]] = bytes(page)
+        snapshot[names[which]] = bytes(page)
     other = filled(Store)
     other.drop(1)
     try:
-        load(other, 1, image, bytes(marks))
+        load(other, 1, snapshot, bytes(marks))
     except ValueError:
         assert other.owned() == [0, 2, 3]
         with pytest.raises(KeyError):
             other.seq(1)
-        load(other, 1, image_of(store, 1), store.marks(1))
+        load(other, 1, snapshot_of(store, 1), store.marks(1))
         assert other.digest(1) == store.digest(1)
     else:
-        # The key became another one of the same bucket: only a checksum over the page can tell.
+        # The key became another one of the same partition: only a checksum over the page can tell.
         assert which < len(names) and other.digest(1) != store.digest(1)
 
 
@@ -370,7 +370,7 @@ def test_what_is_handed_over_is_not_served_but_can_be_read() -> None:
     assert store.owned() == [0, 1, 3]
     spec = SPECS[0]
     keys = keys_of(spec, np.arange(100))
-    of_2 = keys[twin.bucket_of(keys, spec.id, B) == 2]
+    of_2 = keys[twin.partition_of(keys, spec.id, B) == 2]
     with pytest.raises(KeyError):
         store.pull(spec.id, of_2, np.empty((len(of_2), spec.dim), np.float32))
     with pytest.raises(KeyError):
@@ -378,13 +378,13 @@ def test_what_is_handed_over_is_not_served_but_can_be_read() -> None:
     with pytest.raises(ValueError, match="drop it first"):
         store.own([2])
     assert store.digest(2) == digest
-    assert len(store.scan(spec.id, 2, 0, 1000)[0]) == store.bucket_rows(2)[spec.id]
+    assert len(store.scan(spec.id, 2, 0, 1000)[0]) == store.partition_rows(2)[spec.id]
     before = store.stats().bytes
     store.drop(2)
     with pytest.raises(KeyError):
         store.digest(2)
     store.own([2])
-    assert store.seq(2) == 0 and not any(store.bucket_rows(2).values())
+    assert store.seq(2) == 0 and not any(store.partition_rows(2).values())
     assert store.stats().bytes == before  # the pool keeps it for others
 
 

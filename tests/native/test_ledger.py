@@ -9,7 +9,7 @@ import pytest
 
 from everstep.model.shard import shard_key
 from everstep.model.table import OptimizerKind, OptimizerSpec, TableSpec
-from everstep.native import PushLedger, PushResult, Store, batch_fingerprint, bitmap, bitmap_buckets, unique_route
+from everstep.native import PushLedger, PushResult, Store, batch_fingerprint, bitmap, bitmap_partitions, unique_route
 
 S = shard_key(0, 2, 5)
 PUSHES = 40
@@ -27,14 +27,14 @@ def test_watermarks_tile_a_shard() -> None:
     assert ledger.fingerprints() == [batch_fingerprint(S, 100, 130)] * 4
 
 
-def test_a_ragged_interval_goes_only_to_the_buckets_behind() -> None:
+def test_a_ragged_interval_goes_only_to_the_partitions_behind() -> None:
     ledger = PushLedger(4)
     ledger.open(S, 0, 1)
     ahead = bitmap([1, 3], 4)
-    assert ledger.push(S, 0, 8, 1, ahead) == PushResult(2, 0, buckets=ahead)
+    assert ledger.push(S, 0, 8, 1, ahead) == PushResult(2, 0, partitions=ahead)
     assert ledger.open(S, 0, 2) == ([0, 1, 2, 3], [0, 8, 0, 8])
     behind = bitmap([0, 2], 4)
-    assert ledger.push(S, 0, 8, 2, behind) == PushResult(2, 0, buckets=behind)
+    assert ledger.push(S, 0, 8, 2, behind) == PushResult(2, 0, partitions=behind)
     assert len(set(ledger.fingerprints())) == 1
 
 
@@ -80,7 +80,7 @@ def test_nonsense_is_refused_alike(args: tuple[int, int, int, int]) -> None:
 
 def test_bitmaps() -> None:
     assert bitmap([0, 9], 12) == b"\x01\x02"
-    assert bitmap_buckets(bitmap([0, 3, 63], 64)) == [0, 3, 63]
+    assert bitmap_partitions(bitmap([0, 3, 63], 64)) == [0, 3, 63]
 
 
 def test_many_threads_count_every_sample_once() -> None:
@@ -161,7 +161,7 @@ def test_wrong_arrays_are_value_errors() -> None:
     assert store.watermarks(S)[1].tolist() == [0] * 4  # type: ignore[index]
 
 
-def test_a_key_of_a_bucket_not_owned_is_a_key_error() -> None:
+def test_a_key_of_a_partition_not_owned_is_a_key_error() -> None:
     spec = TableSpec("t", 4, OptimizerSpec(OptimizerKind.SGD, 1.0))
     store = Store(4, 0)
     store.own([1])

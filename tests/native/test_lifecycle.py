@@ -10,14 +10,14 @@ import pytest
 from everstep.model.table import InitKind, InitSpec, OptimizerKind, OptimizerSpec, TableSpec
 from everstep.native import Full, Store, bitmap, check_spec, unique_route
 from everstep.native.blob import BlobKind, parse
-from everstep.testing.twin import TwinStore, bucket_of
+from everstep.testing.twin import TwinStore, partition_of
 
 SGD = OptimizerSpec(OptimizerKind.SGD, 1.0)
 UNIFORM = InitSpec(InitKind.UNIFORM, -1.0, 1.0)
 
 
 class Place:
-    """A store and its twin with one bucket; every push of a key has the gradient 1."""
+    """A store and its twin with one partition; every push of a key has the gradient 1."""
 
     def __init__(self, spec: TableSpec) -> None:
         self.spec = spec
@@ -58,7 +58,7 @@ class Place:
         return float(np.round(first[0, 0] - now[0, 0], 4))
 
     def rows(self) -> dict[int, int]:
-        rows: dict[int, int] = self.stores[0].bucket_rows(0)
+        rows: dict[int, int] = self.stores[0].partition_rows(0)
         return rows
 
 
@@ -198,7 +198,7 @@ def test_an_increment_says_that_a_page_lost_its_rows() -> None:
     for (table, no), page in base.items():
         other.load_pages(0, table, [no], page)
     other.load_end(0, marks)
-    assert other.bucket_rows(0) == {place.spec.id: 1}
+    assert other.partition_rows(0) == {place.spec.id: 1}
     assert parse(marks).marks.clock == 3
 
 
@@ -236,7 +236,7 @@ def test_a_life_cycle_that_cannot_be(life: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("members", [1, 2])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_mirror_has_it_all_and_the_recovered_bucket_goes_on_as_the_lost_one(members: int, seed: int) -> None:
+def test_a_mirror_has_it_all_and_the_recovered_partition_goes_on_as_the_lost_one(members: int, seed: int) -> None:
     spec = TableSpec("t", 5, OptimizerSpec(OptimizerKind.ADAM, 0.1), UNIFORM, admit_after=2, expire_batches=6)
     rng = np.random.default_rng(seed)
     owners, home = [Store(2, 3) for _ in range(members)], Store(2, 3)
@@ -255,7 +255,7 @@ def test_a_mirror_has_it_all_and_the_recovered_bucket_goes_on_as_the_lost_one(me
         keys = unique_route(rng.zipf(1.3, 300) % 3000, 2, spec.id, np.zeros(2, np.int32))[0]
         grads = rng.normal(size=(len(keys), 5)).astype(np.float32)
         for b, store in where:
-            mine = bucket_of(keys, spec.id, 2) == b
+            mine = partition_of(keys, spec.id, 2) == b
             part = (spec.id, keys[mine], grads[mine], -1.0)
             assert store.push(5, at, at + 1, 1, bitmap([b], 2), [part]).applied == 1
             store.expire(b, 0, 50)
@@ -291,7 +291,7 @@ def test_a_mirror_has_it_all_and_the_recovered_bucket_goes_on_as_the_lost_one(me
         contents(b, store)
         deliver(store, fold=True)
     assert home.digest(0) == owners[0].digest(0)
-    assert min(owners[0].bucket_rows(0).values()) > 0
+    assert min(owners[0].partition_rows(0).values()) > 0
     home.recover_end(1)
     owners[0].set_limit(0)
     for at in range(60, 70):

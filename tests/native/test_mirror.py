@@ -28,7 +28,7 @@ def test_mirrors_follow_random_streams(data: st.DataObject) -> None:
     k, m = draw(st.integers(1, 5), "k"), draw(st.integers(1, 2), "m")
     cluster = Cluster(k, m, draw(st.integers(0, 2**32), "seed"))
     links = list(cluster.links)
-    bucket = st.integers(0, k - 1)
+    partition = st.integers(0, k - 1)
     shard = st.sampled_from(SHARDS)
     for s in SHARDS:
         cluster.open(s, 1)
@@ -60,7 +60,7 @@ def test_mirrors_follow_random_streams(data: st.DataObject) -> None:
             case "put":
                 cluster.put(draw(st.integers(0, 30)))
             case "sweep":
-                b = draw(bucket)
+                b = draw(partition)
                 sweep = cluster.sweeps.setdefault(b, cluster.sweep(b))
                 next(sweep, None)
             case "deliver":
@@ -101,7 +101,7 @@ def filled(k: int, m: int, seed: int, pushes: int = 6) -> Cluster:
     return cluster
 
 
-def test_a_bucket_moves_while_it_is_pushed_to() -> None:
+def test_a_partition_moves_while_it_is_pushed_to() -> None:
     cluster = filled(1, 1, 11)
     source, target = cluster.ps[0], cluster.homes[0]
     source.protect([0], True)
@@ -298,7 +298,7 @@ def test_mirrors_of_one_ps_are_fed_by_threads() -> None:
             parts = []
             for spec in TABLES:
                 keys = np.unique(rng.integers(-300, 300, 60))
-                keys = keys[twin.bucket_of(keys, spec.id, k) == b]
+                keys = keys[twin.partition_of(keys, spec.id, k) == b]
                 parts.append((spec.id, keys, rng.normal(size=(len(keys), spec.dim)).astype(np.float32), -1.0))
             assert store.push(shard, at, at + 1, 1, b"", parts).applied == 1
             if at > 20:
@@ -392,7 +392,7 @@ def test_updates_of_dense_tables_are_made_again(kind: OptimizerKind) -> None:
     owner.own([0, 1])
     owner.open(SHARDS[0], 0, 1)
     keys = np.arange(40)
-    keys = keys[np.argsort(twin.bucket_of(keys, spec.id, 2), kind="stable")]
+    keys = keys[np.argsort(twin.partition_of(keys, spec.id, 2), kind="stable")]
     owner.put_absent(spec.id, keys, rng.normal(size=(40, 48)).astype(np.float32))
     home.mirror_make(ID, [0, 1], 1)
     owner.protect([0, 1], True)
@@ -431,7 +431,7 @@ def test_updates_of_dense_tables_are_made_again(kind: OptimizerKind) -> None:
 
 
 def one_member(home: Store, owner: Store) -> int:
-    """A mirror of bucket 0 alone, built now."""
+    """A mirror of partition 0 alone, built now."""
     home.mirror_make(ID + 1, [0], 0)
     for _ in Cluster.sweep_of(owner, 0):
         pass

@@ -26,13 +26,14 @@ class Recovery(Cluster):
     def __init__(self, k: int, m: int, seed: int) -> None:
         super().__init__(k, m, seed)
         self.lost: list[int] = []
-        self.homes_of: dict[int, int] = {}  # row of the mirror at whose ps a lost bucket is to live
+        self.homes_of: dict[int, int] = {}  # row of the mirror at whose ps a lost partition is to live
         self.rows: list[int] = []  # mirrors that are left
         self.exchange: dict[int, Iterator[None]] = {}
         self.folds: dict[int, Iterator[None]] = {}
 
     def lose(self, lost: list[int], rows: list[int], homes: list[int]) -> None:
-        """Buckets ``lost`` are gone, mirrors ``rows`` are left; at that of row ``homes[i]`` is ``lost[i]`` to live."""
+        """Partitions ``lost`` are gone, mirrors ``rows`` are left; at that of row ``homes[i]`` is ``lost[i]`` to
+        live."""
         self.lost, self.rows = lost, rows
         self.homes_of = dict(zip(lost, homes, strict=True))
         for b in lost:
@@ -64,10 +65,10 @@ class Recovery(Cluster):
                     self.links[b, r].append(data[at : at + length].tobytes())
         for home in self.homes_of.values():
             _, entries, data = self.homes[home].take_outbox(1 << 30)
-            for bucket, _, _, at, length in entries:
-                assert bucket in self.lost
+            for partition, _, _, at, length in entries:
+                assert partition in self.lost
                 for r in self.rows:
-                    self.links[bucket, r].append(data[at : at + length].tobytes())
+                    self.links[partition, r].append(data[at : at + length].tobytes())
 
     def deliver(self, b: int, r: int) -> None:
         blob = self.links[b, r].popleft()
@@ -97,7 +98,7 @@ class Recovery(Cluster):
                     yield
 
     def ask(self, b: int, table: int, slots: np.ndarray) -> None:
-        """Rows of a bucket that is being recovered, on demand."""
+        """Rows of a partition that is being recovered, on demand."""
         for survivor in self.folds:
             self.ps[survivor].emit_slots(survivor, table, slots)
         self.deliver_all()
@@ -109,7 +110,7 @@ class Recovery(Cluster):
             )
 
     def push_lost(self, shard: int, lease: int, n: int) -> bool:
-        """One more push of the lost buckets: at their new places, and at the oracles. False: not owned yet."""
+        """One more push of the lost partitions: at their new places, and at the oracles. False: not owned yet."""
         if not all(b in self.homes[home].owned() for b, home in self.homes_of.items()):
             return False
         lo = self.positions[shard]
@@ -118,7 +119,7 @@ class Recovery(Cluster):
             parts[b] = []
             for spec in self.specs:
                 keys = np.unique(self.rng.integers(-200, 200, n))
-                keys = keys[twin.bucket_of(keys, spec.id, self.k) == b]
+                keys = keys[twin.partition_of(keys, spec.id, self.k) == b]
                 grads = self.rng.normal(size=(len(keys), spec.dim)).astype(np.float32)
                 parts[b].append((spec.id, keys, grads, -1.0))
         for b, home in self.homes_of.items():
@@ -149,7 +150,7 @@ class Recovery(Cluster):
         parts = []
         for spec in self.specs:
             keys = np.unique(self.rng.integers(-200, 200, n))
-            keys = keys[twin.bucket_of(keys, spec.id, self.k) == b]
+            keys = keys[twin.partition_of(keys, spec.id, self.k) == b]
             parts.append((spec.id, keys, self.rng.normal(size=(len(keys), spec.dim)).astype(np.float32), -1.0))
         self.ps[b].push(shard, lo, lo + 1, lease, b"", parts)
 
@@ -196,7 +197,7 @@ class Recovery(Cluster):
             self.push_lost(shard, 3, 12)
 
     def follow_on(self, row: int) -> None:
-        """After the recovery this mirror still is what it must be, with the lost buckets at their new places."""
+        """After the recovery this mirror still is what it must be, with the lost partitions at their new places."""
         self.deliver_all()
         at = [self.homes[self.homes_of[b]] if b in self.lost else self.ps[b] for b in range(self.k)]
         for b, store in enumerate(at):
@@ -255,7 +256,7 @@ def random_life(cluster: Cluster, steps: int) -> None:
 
 @settings(max_examples=80, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 5), st.integers(1, 2), st.integers(0, 25), st.integers(0, 120), st.data())
-def test_lost_buckets_come_back(seed: int, k: int, m: int, before: int, during: int, data: st.DataObject) -> None:
+def test_lost_partitions_come_back(seed: int, k: int, m: int, before: int, during: int, data: st.DataObject) -> None:
     cluster = Recovery(k, m, seed)
     random_life(cluster, before)
     victims = data.draw(st.lists(st.integers(0, k + m - 1), min_size=1, max_size=m, unique=True), "victims")
@@ -277,7 +278,7 @@ def test_lost_buckets_come_back(seed: int, k: int, m: int, before: int, during: 
         cluster.follow_on(r)
 
 
-def test_two_mirrors_are_levelled_before_a_bucket_comes_back() -> None:
+def test_two_mirrors_are_levelled_before_a_partition_comes_back() -> None:
     """One mirror has differences that the other one lacks; some reached neither, and are gone with their ps."""
     cluster = Recovery(3, 2, 5)
     random_life(cluster, 10)
@@ -328,7 +329,7 @@ def test_a_recovery_copies_no_more_than_what_is_between_its_first_and_last_fold(
     spec = cluster.specs[0]
     keys = np.arange(40_000)
     for b, store in enumerate(cluster.ps):
-        mine = keys[twin.bucket_of(keys, spec.id, cluster.k) == b]
+        mine = keys[twin.partition_of(keys, spec.id, cluster.k) == b]
         store.put_absent(spec.id, mine, np.ones((len(mine), spec.dim), np.float32))
     random_life(cluster, 0)
     home = cluster.homes[0]
@@ -350,7 +351,7 @@ def test_a_recovery_copies_no_more_than_what_is_between_its_first_and_last_fold(
     assert home.digest(1) == cluster.ps[1].digest(1)
 
 
-def test_an_aborted_recovery_leaves_nothing_of_the_bucket() -> None:
+def test_an_aborted_recovery_leaves_nothing_of_the_partition() -> None:
     """Its heads were there, its bodies not: it must not be served, and may come back from elsewhere."""
     cluster = Recovery(2, 1, 3)
     random_life(cluster, 8)
@@ -359,7 +360,7 @@ def test_an_aborted_recovery_leaves_nothing_of_the_bucket() -> None:
     while not home.recover_state(ID)[1][0]:
         next(cluster.folds[0])
         cluster.deliver_all()
-    assert home.owned() == [1] and sum(home.bucket_rows(1).values())
+    assert home.owned() == [1] and sum(home.partition_rows(1).values())
     with pytest.raises(Recovering):
         home.digest(1)
     home.recover_end(ID, abort=True)
@@ -375,8 +376,9 @@ def test_an_aborted_recovery_leaves_nothing_of_the_bucket() -> None:
             home.recover_begin(ID, [1])
 
 
-def test_a_bucket_comes_back_while_threads_read_and_push() -> None:
-    """Survivors push and send, contents are folded, and the lost bucket is read and pushed to, each in its thread."""
+def test_a_partition_comes_back_while_threads_read_and_push() -> None:
+    """Survivors push and send, contents are folded, and the lost partition is read and pushed to, each in its
+    thread."""
     k, lost = 3, 1
     cluster = Recovery(k, 1, 17)
     for shard in SHARDS:
@@ -394,7 +396,7 @@ def test_a_bucket_comes_back_while_threads_read_and_push() -> None:
 
     def keys_of(b: int, rng: np.random.Generator, spec: TableSpec) -> np.ndarray:
         keys = np.unique(rng.integers(-2000, 2000, 150))
-        return keys[twin.bucket_of(keys, spec.id, k) == b]
+        return keys[twin.partition_of(keys, spec.id, k) == b]
 
     def parts_of(b: int, rng: np.random.Generator) -> list[tuple[int, np.ndarray, np.ndarray, float]]:
         out = []

@@ -54,15 +54,17 @@ class Rows:
         self.store = kind(B, 1)
         self.store.own(range(B))
         self.store.declare(self.spec)
-        self.keys = np.arange(N)[np.argsort(twin.bucket_of(np.arange(N), self.spec.id, B), kind="stable")]
+        self.keys = np.arange(N)[np.argsort(twin.partition_of(np.arange(N), self.spec.id, B), kind="stable")]
         self.pushes = 0
 
-    def push(self, step: int, grads: np.ndarray, buckets: bytes = b"", again: bool = False, options: Any = ()) -> None:
+    def push(
+        self, step: int, grads: np.ndarray, partitions: bytes = b"", again: bool = False, options: Any = ()
+    ) -> None:
         self.pushes += not again
         shard = shard_key(0, 0, self.pushes)
         self.store.open(shard, 0, 1)
         part = (self.spec.id, self.keys, grads, -1.0, options)
-        self.store.push(shard, 0, 1, 1, buckets, [part], step=step)
+        self.store.push(shard, 0, 1, 1, partitions, [part], step=step)
 
     def values(self) -> np.ndarray:
         out = np.empty((N, self.spec.dim), np.float32)
@@ -82,7 +84,7 @@ def gradients(n: int, dim: int = 5, seed: int = 0) -> list[np.ndarray]:
 @pytest.mark.parametrize("kind", [Store, TwinStore])
 @pytest.mark.parametrize("opt", ALL)
 def test_parts_in_any_order_are_one_step_of_their_sum(opt: str, kind: Any) -> None:
-    """Two steps of three pushes; one of them comes twice, and in two halves of the buckets."""
+    """Two steps of three pushes; one of them comes twice, and in two halves of the partitions."""
     first, second = gradients(3), gradients(3, seed=1)
     whole = Rows(ALL[opt], kind)
     for parts in (first, second):
@@ -136,13 +138,13 @@ def test_another_push_between_two_parts_is_not_undone() -> None:
         assert mixed.state() == plain.state()
 
 
-def test_a_bucket_that_changes_hands_begins_without_a_step() -> None:
+def test_a_partition_that_changes_hands_begins_without_a_step() -> None:
     a, b = gradients(2)
     moved, plain = Rows(ALL["adagrad"]), Rows(ALL["adagrad"])
     moved.push(4, a)
-    for bucket in range(B):
-        moved.store.hand_over(bucket)
-        moved.store.resume(bucket)
+    for partition in range(B):
+        moved.store.hand_over(partition)
+        moved.store.resume(partition)
     moved.push(4, b)
     for grads in (a, b):
         plain.push(-1, grads)
@@ -175,24 +177,24 @@ def test_a_mirror_follows_a_step_in_parts(name: str) -> None:
     for step in range(3):
         for grads in gradients(3, seed=step):
             rows.push(step, grads)
-    for bucket, blob in blobs_of(rows.store):
-        assert other.mirror_apply(bucket + 1, blob) == 0
+    for partition, blob in blobs_of(rows.store):
+        assert other.mirror_apply(partition + 1, blob) == 0
     for b in range(B):
         other.promote(b + 1, b)
         assert other.digest(b) == rows.store.digest(b)
 
 
 def blobs_of(store: Store) -> list[tuple[int, bytes]]:
-    """All that waits in the outbox, by bucket."""
+    """All that waits in the outbox, by partition."""
     out = []
     while store.wait_outbox(0):
         _, entries, data = store.take_outbox(1 << 20)
-        out += [(bucket, data[at : at + n].tobytes()) for bucket, _, _, at, n in entries]
+        out += [(partition, data[at : at + n].tobytes()) for partition, _, _, at, n in entries]
     return out
 
 
 def drive(stores: list[Any], seed: int, n: int) -> None:
-    """Random pushes of random steps and rows, rows that expire, buckets handed over: the same everywhere."""
+    """Random pushes of random steps and rows, rows that expire, partitions handed over: the same everywhere."""
     rng = np.random.default_rng(seed)
     opt = list(ALL.values())[rng.integers(len(ALL))]
     life: dict[str, Any] = [{}, {"expire_batches": 2}, {"admit_after": 1, "expire_batches": 3}][rng.integers(3)]
@@ -204,7 +206,7 @@ def drive(stores: list[Any], seed: int, n: int) -> None:
     for i in range(n):
         shard = shard_key(0, 0, i)
         keys = np.unique(rng.integers(0, N, rng.integers(0, N)))
-        keys = keys[np.argsort(twin.bucket_of(keys, spec.id, B), kind="stable")]
+        keys = keys[np.argsort(twin.partition_of(keys, spec.id, B), kind="stable")]
         grads = rng.normal(size=(len(keys), spec.dim)).astype(np.float32)
         step, bits = int(rng.choice([-1, 1, 2, 2, 2])), [b"", bitmap([1, 2], B)][rng.integers(2)]
         for store in stores:

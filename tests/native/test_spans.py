@@ -34,9 +34,9 @@ def pair() -> list[Any]:
 
 def rows(count: int = 40) -> np.ndarray:
     keys = np.arange(count)
-    buckets = twin.bucket_of(keys, SPEC.id, B)
-    here = np.isin(buckets, OWNED)
-    return keys[here][np.argsort(buckets[here], kind="stable")]
+    partitions = twin.partition_of(keys, SPEC.id, B)
+    here = np.isin(partitions, OWNED)
+    return keys[here][np.argsort(partitions[here], kind="stable")]
 
 
 def push(store: Any, spans: tuple[SpanTuple, ...], bits: bytes = b"", value: float = 0.25) -> Any:
@@ -99,7 +99,7 @@ def test_random_steps_of_several_shards_agree(data: st.DataObject) -> None:
         equal(stores)
 
 
-def test_a_bucket_takes_a_step_of_two_shards_whole_or_not_at_all() -> None:
+def test_a_partition_takes_a_step_of_two_shards_whole_or_not_at_all() -> None:
     stores = pair()
     one, two, _ = SHARDS
     for shard in (one, two):

@@ -131,11 +131,11 @@ def test_random_operations_agree(data: st.DataObject) -> None:
 
     def keys_of(spec: TableSpec, among: tuple[int, ...], tidy: bool) -> np.ndarray:
         keys = np.unique(rng.integers(-30, 30, rng.integers(0, 40)))
-        buckets = twin.bucket_of(keys, spec.id, B)
+        partitions = twin.partition_of(keys, spec.id, B)
         if tidy:
-            keep = np.isin(buckets, among)
-            keys, buckets = keys[keep], buckets[keep]
-            return keys[np.argsort(buckets, kind="stable")]
+            keep = np.isin(partitions, among)
+            keys, partitions = keys[keep], partitions[keep]
+            return keys[np.argsort(partitions, kind="stable")]
         return keys
 
     for _ in range(draw(st.integers(1, 25), "operations")):
@@ -268,12 +268,13 @@ def test_first_values_equal_at_the_ends_of_int64(init: InitSpec, key: int) -> No
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32), st.integers(0, 300), st.integers(1, 500), st.integers(1, 64), st.integers(1, 4))
-def test_unique_route(seed: int, n: int, span: int, n_buckets: int, n_ps: int) -> None:
+def test_unique_route(seed: int, n: int, span: int, n_partitions: int, n_ps: int) -> None:
     rng = np.random.default_rng(seed)
     ids = rng.integers(-span, span, n)
-    bucket_ps = rng.integers(0, n_ps, n_buckets).astype(np.int32)
+    partition_ps = rng.integers(0, n_ps, n_partitions).astype(np.int32)
     same(
-        native.unique_route(ids, n_buckets, 77, bucket_ps, n_ps), twin.unique_route(ids, n_buckets, 77, bucket_ps, n_ps)
+        native.unique_route(ids, n_partitions, 77, partition_ps, n_ps),
+        twin.unique_route(ids, n_partitions, 77, partition_ps, n_ps),
     )
 
 

@@ -16,7 +16,7 @@ from everstep.cli.main import cli
 from everstep.config import load
 from everstep.config.spec import JobSpec
 from everstep.errors import WireError
-from everstep.model.image import Manifest
+from everstep.model.snapshot import Manifest
 from everstep.net import auth, messages
 from everstep.net.frames import decode_header
 from everstep.net.rendezvous import MasterInfo

@@ -154,7 +154,7 @@ def test_a_life(job: Job, until: Until) -> None:
     job.master = job.start_master()  # ... and says hello to the next one
     ready(job, until, 2)
     again = job.hellos[-1]
-    assert again.holds is not None and set(again.holds.buckets) == set(range(8)) and again.holds.placement == 1
+    assert again.holds is not None and set(again.holds.partitions) == set(range(8)) and again.holds.placement == 1
     assert msgspec.structs.replace(again, holds=hello.holds) == hello
 
     arena = Arena(1 << 16)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from everstep.ids import BucketId, Incarnation, NodeId, Slot
+from everstep.ids import Incarnation, NodeId, PartitionId, Slot
 from everstep.model.observation import Observations, Pace, ServerSeen, WorkerSeen
 
 NODES = (NodeId("node0"), NodeId("node1"))
@@ -46,7 +46,7 @@ def server(slot: int, service_s: float, owned: tuple[int, ...], history: tuple[f
         incarnation=Incarnation(1),
         node=NODES[slot % 2],
         service_s=service_s,
-        buckets=len(owned),
-        owned=tuple(map(BucketId, owned)),
+        partitions=len(owned),
+        owned=tuple(map(PartitionId, owned)),
         history=history or (service_s,) * 10,
     )

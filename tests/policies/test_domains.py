@@ -20,8 +20,8 @@ def sites(*counts: int, zones: tuple[str, ...] = ()) -> list[PsSite]:
     return [PsSite(Slot(s), f"m{machine}", zone_of[machine], machine == 0) for s, machine in enumerate(of)]
 
 
-def made(code: ParityCode, buckets: int, at: list[PsSite], old: StripeLayout | None = None) -> StripeLayout:
-    return arrange(code, buckets, [site.slot for site in at], old, limits_of(code, at))
+def made(code: ParityCode, partitions: int, at: list[PsSite], old: StripeLayout | None = None) -> StripeLayout:
+    return arrange(code, partitions, [site.slot for site in at], old, limits_of(code, at))
 
 
 def most_together(code: ParityCode, layout: StripeLayout, at: list[PsSite], zone: bool = False) -> dict[str, int]:
@@ -40,15 +40,15 @@ def clusters(draw: st.DrawFn) -> tuple[ParityCode, int, list[PsSite]]:
     code = draw(st.sampled_from(CODES))
     counts = draw(st.lists(st.integers(1, 4), min_size=1, max_size=code.width + 3))
     counts[0] += max(0, code.width - sum(counts))
-    buckets = draw(st.integers(code.width, 40))
-    return code, buckets, sites(*counts)
+    partitions = draw(st.integers(code.width, 40))
+    return code, partitions, sites(*counts)
 
 
 @settings(max_examples=200, deadline=None)
 @given(clusters())
 def test_no_two_units_are_in_one_machine_while_there_are_enough(case: tuple[ParityCode, int, list[PsSite]]) -> None:
-    code, buckets, at = case
-    layout = made(code, buckets, at)
+    code, partitions, at = case
+    layout = made(code, partitions, at)
     together = most_together(code, layout, at)
     assert layout.shared(code) == 0 == layout.crowded(code, limits_of(code, at))
     if len(together) >= code.width:
@@ -64,9 +64,9 @@ def test_a_layout_follows_machines_that_come_and_go_and_moves_little(
     case: tuple[ParityCode, int, list[PsSite]], data: st.DataObject
 ) -> None:
     """What is well placed stays: a unit moves because its ps is gone, its machine has too many, or to even out."""
-    code, buckets, at = case
-    layout = made(code, buckets, at)
-    assert made(code, buckets, at, layout) == layout, "a good layout is left alone"
+    code, partitions, at = case
+    layout = made(code, partitions, at)
+    assert made(code, partitions, at, layout) == layout, "a good layout is left alone"
     machines = sorted({site.machine for site in at} - {"m0"})
     if not machines:
         return
@@ -74,7 +74,7 @@ def test_a_layout_follows_machines_that_come_and_go_and_moves_little(
     left = [site for site in at if site.machine != lost]
     if len(left) < code.width:
         return
-    after = made(code, buckets, left, layout)
+    after = made(code, partitions, left, layout)
     assert after.crowded(code, limits_of(code, left)) == 0 == after.shared(code)
     gone = {site.slot for site in at if site.machine == lost}
     limits = limits_of(code, left)
@@ -84,7 +84,7 @@ def test_a_layout_follows_machines_that_come_and_go_and_moves_little(
         stay = [slot for slot in before if slot not in gone]
         must += len(before) - len(stay) + sum(limit.beyond(stay) for limit in limits)
         moved += sum(a != b for a, b in zip(before, now, strict=True))
-    assert moved - must <= (buckets + len(layout.sites) * code.m) / 2, (moved, must)  # (as a rule nothing)
+    assert moved - must <= (partitions + len(layout.sites) * code.m) / 2, (moved, must)  # (as a rule nothing)
 
 
 def test_enough_machines_cost_no_balance() -> None:

@@ -1,22 +1,27 @@
-"""Hot buckets: they move only when one ps has far too much to do, and only where that helps."""
+"""Hot partitions: they move only when one ps has far too much to do, and only where that helps."""
 
 from __future__ import annotations
 
 import random
+from operator import attrgetter
 
-from everstep.ids import BucketId, Slot
+import pytest
+
+from everstep.ids import Incarnation, NodeId, PartitionId, Slot
+from everstep.model import plan
+from everstep.model.observation import ServerSeen
 from everstep.policies.hot import BUDGET, BUSY, COOLDOWN_S, LOOKS, HotMove, Patience, PsLoad, choose_moves, overloaded
 
 
 def loads(*ps: dict[int, float], busy: float = 1.0) -> dict[Slot, PsLoad]:
-    """By ps the rows a second of its buckets."""
+    """By ps the rows a second of its partitions."""
     return {
-        Slot(i): PsLoad(sum(buckets.values()), busy, {BucketId(b): rows for b, rows in buckets.items()})
-        for i, buckets in enumerate(ps)
+        Slot(i): PsLoad(sum(partitions.values()), busy, {PartitionId(b): rows for b, rows in partitions.items()})
+        for i, partitions in enumerate(ps)
     }
 
 
-def anywhere(bucket: BucketId, slot: Slot) -> bool:
+def anywhere(partition: PartitionId, slot: Slot) -> bool:
     return True
 
 
@@ -25,14 +30,14 @@ def test_an_even_load_moves_nothing() -> None:
     assert overloaded(even) is None and choose_moves(even, anywhere) == []
 
 
-def test_two_hot_buckets_of_one_ps_part() -> None:
+def test_two_hot_partitions_of_one_ps_part() -> None:
     hot = loads({0: 900.0, 1: 800.0, 2: 10.0}, {3: 100.0}, {4: 50.0})
     moves = choose_moves(hot, anywhere)
-    assert moves[0] == HotMove(BucketId(0), Slot(0), Slot(2))
+    assert moves[0] == HotMove(PartitionId(0), Slot(0), Slot(2))
     assert len(moves) <= BUDGET
 
 
-def test_one_bucket_that_is_all_of_the_load_stays() -> None:
+def test_one_partition_that_is_all_of_the_load_stays() -> None:
     """Wherever it is, there is the load."""
     assert choose_moves(loads({0: 1000.0}, {1: 10.0}), anywhere) == []
 
@@ -44,9 +49,9 @@ def test_a_ps_that_is_not_busy_has_time() -> None:
 
 def test_moves_go_only_where_they_may() -> None:
     hot = loads({0: 900.0, 1: 800.0}, {2: 100.0}, {3: 50.0})
-    moves = choose_moves(hot, lambda bucket, slot: slot == 1)
+    moves = choose_moves(hot, lambda partition, slot: slot == 1)
     assert {m.target for m in moves} == {Slot(1)}
-    assert choose_moves(hot, lambda bucket, slot: False) == []
+    assert choose_moves(hot, lambda partition, slot: False) == []
 
 
 def test_random_loads_get_better_by_every_plan() -> None:
@@ -56,14 +61,14 @@ def test_random_loads_get_better_by_every_plan() -> None:
         ps = [{10 * i + b: rng.paretovariate(0.6) for b in range(rng.randint(1, 8))} for i in range(n)]
         before = loads(*ps)
         moves = choose_moves(before, anywhere)
-        after = [dict(buckets) for buckets in ps]
+        after = [dict(partitions) for partitions in ps]
         for move in moves:
-            after[move.target][move.bucket] = after[move.source].pop(move.bucket)
+            after[move.target][move.partition] = after[move.source].pop(move.partition)
         if moves:
             top = max(load.rows_per_s for load in before.values())
             touched = {moves[0].source, *(m.target for m in moves)}
             assert max(sum(after[slot].values()) for slot in touched) < 0.95 * top
-            assert len({m.bucket for m in moves}) == len(moves) <= BUDGET
+            assert len({m.partition for m in moves}) == len(moves) <= BUDGET
 
 
 def test_patience_needs_several_looks_that_agree_and_rests_after_moves() -> None:
@@ -74,3 +79,11 @@ def test_patience_needs_several_looks_that_agree_and_rests_after_moves() -> None
     assert patience.due(Slot(1), 10.0 + COOLDOWN_S)
     assert not patience.due(Slot(2), 11.0 + COOLDOWN_S)  # another one: anew
     assert not patience.due(None, 12.0 + COOLDOWN_S)
+
+
+def test_old_names_that_policies_use_work_and_say_so() -> None:
+    with pytest.warns(FutureWarning, match="MoveBuckets is now MovePartitions; the old name works until everstep"):
+        assert attrgetter("MoveBuckets")(plan) is plan.MovePartitions
+    seen = ServerSeen(slot=Slot(0), incarnation=Incarnation(1), node=NodeId("node0"), partitions=7)
+    with pytest.warns(FutureWarning, match=r"ServerSeen.buckets is now ServerSeen.partitions"):
+        assert attrgetter("buckets")(seen) == 7

@@ -1,4 +1,4 @@
-"""A slow ps gives buckets away, gets them back when it is well, and is left alone where that would cost more."""
+"""A slow ps gives partitions away, gets them back when it is well, and is left alone where that would cost more."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from slow_ps import Pss
 from straggler_jobs import NODES, server, worker
 
 from everstep.config.parity import parse_code
-from everstep.ids import BucketId, Incarnation, Slot
+from everstep.ids import Incarnation, PartitionId, Slot
 from everstep.model.member import Role
 from everstep.model.observation import Observations, Pace
-from everstep.model.plan import KillRestart, MoveBuckets, Plan
+from everstep.model.plan import KillRestart, MovePartitions, Plan
 from everstep.policies.stragglers.servers import PATIENCE, replacing_saves_s, waited_share
 from everstep.policies.stragglers.shared import SharedState, shared
 from everstep.policies.stripes import arrange
@@ -39,7 +39,7 @@ def test_what_is_fixed_of_a_part_takes_one_more_round() -> None:
 
 
 @pytest.mark.parametrize("fixed", [0.0, 4.0])
-def test_a_ps_that_is_well_again_gets_its_buckets_back(fixed: float) -> None:
+def test_a_ps_that_is_well_again_gets_its_partitions_back(fixed: float) -> None:
     job = Pss(lambda window: 4.0 if window < 60 else 1.0, fixed=fixed)
     job.run(60)
     few = job.count(0)
@@ -70,7 +70,7 @@ def test_moments_are_left_alone(spell: int) -> None:
 
 @pytest.mark.parametrize("spell", [4, 6, 9, 15])
 def test_one_that_is_slow_every_now_and_then_soon_is_left_alone(spell: int) -> None:
-    """Moved there and back for each spell, up to fifty times, its buckets would be in the wrong place as often."""
+    """Moved there and back for each spell, up to fifty times, its partitions would be in the wrong place as often."""
     job = Pss(lambda window: 4.0 if window % (2 * spell) < spell else 1.0)
     job.run(400)
     assert len(job.plans) <= 8
@@ -92,9 +92,9 @@ def test_noise_does_not_move_them_to_and_fro() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_where_all_readings_jump_buckets_soon_stay_where_they_are(seed: int) -> None:
-    """A machine that many share: each ps answers late for moments, by turns. Every plan is out of date when its buckets
-    have arrived: 39 to 60 of them, and up to a sixth slower than doing nothing, before plans were judged."""
+def test_where_all_readings_jump_partitions_soon_stay_where_they_are(seed: int) -> None:
+    """A machine that many share: each ps answers late for moments, by turns. Every plan is out of date when its
+    partitions have arrived: 39 to 60 of them, and up to a sixth slower than doing nothing, before plans were judged."""
     rng, windows = random.Random(seed), 400
     late = [[rng.gauss(0.0, 0.6) for _ in range(4)]]
     for _ in range(windows):  # half of what it was, and something new
@@ -110,7 +110,7 @@ def test_where_all_readings_jump_buckets_soon_stay_where_they_are(seed: int) -> 
     assert took_s < idle_s / 0.94
 
 
-def test_a_ps_of_hot_buckets_is_not_slow() -> None:
+def test_a_ps_of_hot_partitions_is_not_slow() -> None:
     owned = [tuple(range(i * 16, i * 16 + 16)) for i in range(3)]
     busy = msgspec.structs.replace(server(2, 0.008, owned[2]), bytes_per_s=4e6)
     calm = [msgspec.structs.replace(server(i, 0.002, owned[i]), bytes_per_s=1e6) for i in range(2)]
@@ -119,7 +119,7 @@ def test_a_ps_of_hot_buckets_is_not_slow() -> None:
 
 def test_nothing_goes_where_it_must_not_be() -> None:
     owned = [tuple(range(i * 16, i * 16 + 16)) for i in range(3)]
-    mirrors = tuple(map(BucketId, range(32, 48, 2)))
+    mirrors = tuple(map(PartitionId, range(32, 48, 2)))
     seen = Observations(
         at=0.0,
         servers=(
@@ -129,57 +129,57 @@ def test_nothing_goes_where_it_must_not_be() -> None:
         ),
     )
     move = _plans(seen, 6)[0].actions[0]
-    assert isinstance(move, MoveBuckets) and len(move.owners) == 11
-    assert all(slot == 1 for bucket, slot in move.owners.items() if bucket in mirrors)
+    assert isinstance(move, MovePartitions) and len(move.owners) == 11
+    assert all(slot == 1 for partition, slot in move.owners.items() if partition in mirrors)
 
 
 @pytest.mark.parametrize(("parity", "ps"), [("1+1", 3), ("1+1", 4), ("2+1", 4), ("4+2", 8)])
-def test_buckets_find_a_way_past_a_ps_that_has_their_mirrors(parity: str, ps: int) -> None:
+def test_partitions_find_a_way_past_a_ps_that_has_their_mirrors(parity: str, ps: int) -> None:
     """One ps may have the mirrors of all that another one has: what it gets comes from a third one."""
-    code, buckets = parse_code(parity), 16 * ps
-    layout = arrange(code, buckets, map(Slot, range(ps)))
+    code, partitions = parse_code(parity), 16 * ps
+    layout = arrange(code, partitions, map(Slot, range(ps)))
     stripes = [set(layout.stripe(code, j)) for j in range(len(layout.sites))]
     servers = []
     for slot in range(ps):
         owned = tuple(b for b, owner in enumerate(layout.owner) if owner == slot)
-        beside = [b for b in range(buckets) if slot in stripes[b // code.k] and layout.owner[b] != slot]
-        closed = tuple(map(BucketId, beside))
+        beside = [b for b in range(partitions) if slot in stripes[b // code.k] and layout.owner[b] != slot]
+        closed = tuple(map(PartitionId, beside))
         seen = server(slot, 0.008 if slot == 0 else 0.002, owned)
         servers.append(msgspec.structs.replace(seen, closed=closed))
     move = _plans(Observations(at=0.0, servers=tuple(servers)), 6)[0].actions[0]
-    assert isinstance(move, MoveBuckets)
+    assert isinstance(move, MovePartitions)
     counts = [layout.owner.count(Slot(slot)) for slot in range(ps)]
-    for bucket, slot in move.owners.items():
-        assert bucket not in servers[slot].closed
-        counts[layout.owner[bucket]] -= 1
+    for partition, slot in move.owners.items():
+        assert partition not in servers[slot].closed
+        counts[layout.owner[partition]] -= 1
         counts[slot] += 1
     assert counts[0] <= 6 and max(counts[1:]) - min(counts[1:]) <= 1
 
 
-def test_moves_that_the_brain_refused_are_tried_with_other_buckets() -> None:
+def test_moves_that_the_brain_refused_are_tried_with_other_partitions() -> None:
     owned = [tuple(range(i * 16, i * 16 + 16)) for i in range(3)]
     seen = Observations(
         at=0.0, servers=(server(0, 0.002, owned[0]), server(1, 0.002, owned[1]), server(2, 0.008, owned[2]))
     )
     first, second = (p.actions[0] for p in _plans(seen, 14)[:2])
-    assert isinstance(first, MoveBuckets) and isinstance(second, MoveBuckets)
+    assert isinstance(first, MovePartitions) and isinstance(second, MovePartitions)
     assert first.owners != second.owners
 
 
-def test_buckets_go_also_to_a_ps_without_a_reading() -> None:
+def test_partitions_go_also_to_a_ps_without_a_reading() -> None:
     owned = [tuple(range(i * 16, i * 16 + 16)) for i in range(3)]
     seen = Observations(
         at=0.0, servers=(server(0, 0.002, owned[0]), server(1, 0.0, owned[1]), server(2, 0.008, owned[2]))
     )
     move = _plans(seen, 6)[0].actions[0]
-    assert isinstance(move, MoveBuckets) and set(move.owners.values()) == {0, 1}
+    assert isinstance(move, MovePartitions) and set(move.owners.values()) == {0, 1}
 
 
 def test_a_slow_ps_whose_answers_take_no_longer_any_more_keeps_what_it_has() -> None:
     owned = [tuple(range(i * 16, i * 16 + 16)) for i in range(3)]
     seen = Observations(
         at=0.0, servers=(server(0, 0.002, owned[0]), server(1, 0.002, owned[1]), server(2, 0.0021, owned[2][:3]))
-    )  # a request's fixed part: seven times as long for each bucket, and nobody waits for it
+    )  # a request's fixed part: seven times as long for each partition, and nobody waits for it
     assert not _plans(seen, 20)
 
 
@@ -211,7 +211,7 @@ def test_in_its_own_place_it_is_started_anew_once() -> None:
     assert len(asked) > 1 and max(asked) < 20
 
 
-def test_it_is_not_replaced_when_it_is_well_again_and_has_to_wait_for_its_buckets() -> None:
+def test_it_is_not_replaced_when_it_is_well_again_and_has_to_wait_for_its_partitions() -> None:
     slow = {*range(20), *range(40, 60), *range(80, 110)}
     job = Pss(lambda window: 4.0 if window in slow else 1.0, fixed=6.0)
     job.run(111)
@@ -240,8 +240,8 @@ def _plans(seen: Observations, windows: int) -> list[Plan]:
 
 
 def test_owners_are_in_proportion() -> None:
-    job = Pss(lambda window: 3.0, ps=3, buckets=30)
+    job = Pss(lambda window: 3.0, ps=3, partitions=30)
     job.run(20)
     move = job.plans[0][1].actions[0]
-    assert isinstance(move, MoveBuckets) and all(job.owner[BucketId(b)] != 0 for b in move.owners)
+    assert isinstance(move, MovePartitions) and all(job.owner[PartitionId(b)] != 0 for b in move.owners)
     assert [job.count(slot) for slot in range(3)] == [4, 13, 13]

@@ -18,36 +18,36 @@ def slots(n: int) -> list[Slot]:
     return [Slot(s) for s in range(n)]
 
 
-def check(code: ParityCode, buckets: int, at: list[Slot], layout: StripeLayout) -> None:
+def check(code: ParityCode, partitions: int, at: list[Slot], layout: StripeLayout) -> None:
     """The two rules of a good layout, given enough ps."""
     data = [layout.owner.count(s) for s in at]
     mirrors = [sum(row.count(s) for row in layout.sites) for s in at]
-    stripes = code.stripes(buckets)
-    assert sum(data) == buckets and sum(mirrors) == stripes * code.m
+    stripes = code.stripes(partitions)
+    assert sum(data) == partitions and sum(mirrors) == stripes * code.m
     assert layout.shared(code) == 0
-    assert max(data) <= -(-buckets // len(at)), data
+    assert max(data) <= -(-partitions // len(at)), data
     assert max(mirrors) <= -(-stripes * code.m // len(at)), mirrors
 
 
 @pytest.mark.parametrize("code", CODES, ids=str)
 def test_every_small_layout_is_balanced(code: ParityCode) -> None:
     for n in range(code.width, code.width + 6):
-        for buckets in (*range(n, n + 12), 48, 64):
-            check(code, buckets, slots(n), arrange(code, buckets, slots(n)))
+        for partitions in (*range(n, n + 12), 48, 64):
+            check(code, partitions, slots(n), arrange(code, partitions, slots(n)))
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_a_layout_follows_any_change_of_the_ps(data: st.DataObject) -> None:
     code = data.draw(st.sampled_from(CODES[:11]))
-    buckets = data.draw(st.integers(code.width + 6, 70))
+    partitions = data.draw(st.integers(code.width + 6, 70))
     layout = None
     for _ in range(3):
         n = data.draw(st.integers(code.width, code.width + 5))
         at = sorted(data.draw(st.permutations(slots(code.width + 8)))[:n])
-        layout = arrange(code, buckets, at, layout)
-        check(code, buckets, at, layout)
-        assert arrange(code, buckets, at, layout) == layout, "a good layout is left alone"
+        layout = arrange(code, partitions, at, layout)
+        check(code, partitions, at, layout)
+        assert arrange(code, partitions, at, layout) == layout, "a good layout is left alone"
 
 
 @pytest.mark.parametrize("code", [OFF, ParityCode(1, 1), ParityCode(4, 1), ParityCode(4, 2)], ids=str)
@@ -60,7 +60,7 @@ def test_growing_moves_little_more_than_it_must(code: ParityCode) -> None:
         assert moved <= must * 1.5 + 1, (moved, must)
 
 
-def test_without_parity_the_first_map_deals_buckets_out_in_turn() -> None:
+def test_without_parity_the_first_map_deals_partitions_out_in_turn() -> None:
     assert arrange(OFF, 7, slots(3)).owner == (0, 1, 2, 0, 1, 2, 0)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from everstep.errors import WireError
-from everstep.ids import BucketId, Incarnation, Slot
+from everstep.ids import Incarnation, PartitionId, Slot
 from everstep.model.table import OptimizerKind, OptimizerSpec, TableSpec
 from everstep.native import BlobKind as BlobKind
 from everstep.native import Store, _native
@@ -32,7 +32,7 @@ from everstep.protect.retained_log import KeptTails
 from everstep.ps.mirror_server import _Tails
 
 PEERS: list[PeerKey] = [(Slot(n), Incarnation(life)) for n, life in ((1, 1), (2, 4), (3, 2))]
-BUCKETS = [BucketId(b) for b in range(4)]
+PARTITIONS = [PartitionId(b) for b in range(4)]
 OWNER = (Slot(0), Incarnation(1))
 TABLE = TableSpec("t", 6, OptimizerSpec(OptimizerKind.ADAGRAD, 0.1))
 
@@ -48,8 +48,8 @@ def facts(batch: Batch | None) -> object:
 def test_the_carrier_is_its_oracle(seed: int) -> None:
     rng = random.Random(seed)
     one, two = ReplicationStreams(), ReplicationSender(Store(4, 1), OWNER)
-    seq, version, swept, ticket = 0, 1, dict.fromkeys(BUCKETS, 0), 0
-    some: list[BucketId] = []
+    seq, version, swept, ticket = 0, 1, dict.fromkeys(PARTITIONS, 0), 0
+    some: list[PartitionId] = []
     sent: dict[PeerKey, Batch] = {}
 
     def each(name: str, *args: object) -> tuple[object, object]:
@@ -62,18 +62,18 @@ def test_the_carrier_is_its_oracle(seed: int) -> None:
 
     each("live", set(PEERS), version)
     for _ in range(150):
-        peer, bucket = rng.choice(PEERS), rng.choice(BUCKETS)
+        peer, partition = rng.choice(PEERS), rng.choice(PARTITIONS)
         match rng.choice(("route", "append", "append", "sweep", "some", "batch", "answer", "answer", "send", "live")):
             case "route":
                 peers = tuple(rng.sample(PEERS, rng.randrange(4)))
-                one.routes[bucket] = two.routes[bucket] = peers
+                one.routes[partition] = two.routes[partition] = peers
                 if not peers:
-                    del one.routes[bucket], two.routes[bucket]
+                    del one.routes[partition], two.routes[partition]
             case "append":
                 entries = []
                 for _ in range(rng.randrange(1, 6)):
                     seq += 1
-                    b = rng.choice(BUCKETS)
+                    b = rng.choice(PARTITIONS)
                     kind = rng.choice((Of.CHANGE, Of.CHANGE, Of.CHANGE, Of.HEADS, Of.BODIES, Of.MARKS))
                     if b in some:
                         kind = Of.SOME
@@ -85,15 +85,15 @@ def test_the_carrier_is_its_oracle(seed: int) -> None:
                 ticket += len(entries)
             case "sweep":
                 targets = [SweepTarget(p, rng.randrange(5), seq) for p in rng.sample(PEERS, rng.randrange(1, 3))]
-                each("sweep", bucket, ticket + rng.randrange(2), targets)
-                swept[bucket] += 1
+                each("sweep", partition, ticket + rng.randrange(2), targets)
+                swept[partition] += 1
                 if rng.random() < 0.3:
-                    each("widen", bucket, ticket + 1, SweepTarget(peer, 7, seq))
+                    each("widen", partition, ticket + 1, SweepTarget(peer, 7, seq))
                 if rng.random() < 0.2:
-                    each("end_sweeps", bucket)
+                    each("end_sweeps", partition)
             case "some":
-                each("some", bucket, SweepTarget(peer, 3, seq))
-                some.append(bucket)
+                each("some", partition, SweepTarget(peer, 3, seq))
+                some.append(partition)
             case "batch":
                 a, b = each("batch", peer, rng.randrange(1, 80), rng.randrange(1, 9))
                 assert facts(a) == facts(b)  # type: ignore[arg-type]
@@ -108,7 +108,7 @@ def test_the_carrier_is_its_oracle(seed: int) -> None:
             case "send":
                 blob = rng.randbytes(9)
                 kind = rng.choice((Of.CHANGE, Of.BODIES))
-                each("send", peer, StreamItem(-1, bucket, seq, kind, rng.randrange(3), 0, blob, len(blob)))
+                each("send", peer, StreamItem(-1, partition, seq, kind, rng.randrange(3), 0, blob, len(blob)))
             case "live":
                 version += 1
                 left = set(rng.sample(PEERS, rng.randrange(2, 4)))
@@ -116,14 +116,14 @@ def test_the_carrier_is_its_oracle(seed: int) -> None:
                 sent = {}  # answers of before are to another stream
         for name in ("done_ticket", "refused_ticket", "next_ticket", "sweep_bytes", "waiting_bytes", "levelling"):
             assert getattr(one, name) == getattr(two, name), name
-        assert [one.owes(b) for b in BUCKETS] == [two.owes(b) for b in BUCKETS]
+        assert [one.owes(b) for b in PARTITIONS] == [two.owes(b) for b in PARTITIONS]
         assert [one.waits(p) for p in PEERS] == [two.waits(p) for p in PEERS]
         assert sorted(one.peers) == sorted(two.peers)
 
 
 def test_a_feed_reads_as_it_was_written_and_nothing_else_does() -> None:
-    entries = (StreamEntry(BucketId(3), 17, 1, 40, 0), StreamEntry(BucketId(1), 2, 3, 7, 5))
-    feed = Feed(9, Slot(2), Incarnation(3), (), entries, (0, 4), ((BucketId(3), 16),), 12, 8)
+    entries = (StreamEntry(PartitionId(3), 17, 1, 40, 0), StreamEntry(PartitionId(1), 2, 3, 7, 5))
+    feed = Feed(9, Slot(2), Incarnation(3), (), entries, (0, 4), ((PartitionId(3), 16),), 12, 8)
     header = encode_feed(feed)
     assert decode_feed(header) == feed
     for bad in (header[:-1], header + b"x", header[:20], b""):
@@ -132,7 +132,7 @@ def test_a_feed_reads_as_it_was_written_and_nothing_else_does() -> None:
 
 
 class Mirrored:
-    """An owner of bucket 0 and a store with a complete mirror of it, behind a follower on one end of ``pair``."""
+    """An owner of partition 0 and a store with a complete mirror of it, behind a follower on one end of ``pair``."""
 
     def __init__(self) -> None:
         self.owner, self.home = Store(1, 1), Store(1, 1)
@@ -162,9 +162,9 @@ class Mirrored:
         keys, grads = np.arange(9), np.ones((9, TABLE.dim), np.float32)
         self.owner.push(0, at, at + 1, 1, b"", [(TABLE.id, keys, grads, -1.0)])
 
-    def frame(self, first: int = 0, version: int = 5, confirmed: tuple[tuple[BucketId, int], ...] = ()) -> bytes:
+    def frame(self, first: int = 0, version: int = 5, confirmed: tuple[tuple[PartitionId, int], ...] = ()) -> bytes:
         blobs = self.emitted()
-        entries = tuple(StreamEntry(BucketId(0), seq, 1, len(blob)) for blob, seq in blobs)
+        entries = tuple(StreamEntry(PartitionId(0), seq, 1, len(blob)) for blob, seq in blobs)
         header = encode_feed(Feed(version, *OWNER, (), entries, (0,) * len(blobs), confirmed, first, 5))
         body = b"".join(blob for blob, _ in blobs)
         return _head(FrameKind.FEED, header, (), len(body), 0) + body
@@ -204,8 +204,8 @@ def test_what_other_mirrors_may_lack_is_kept_until_they_have_it(mirrored: Mirror
     frame, last = m.frame(), m.owner.seq(0)
     m.pair[0].sendall(frame)
     m.push(2)
-    # Of buckets of which nobody here takes its differences it can confirm nothing, and of none that there is not.
-    said = ((BucketId(0), last - 1), (BucketId(7), 9), (BucketId(-1), 9))
+    # Of partitions of which nobody here takes its differences it can confirm nothing, and of none that there is not.
+    said = ((PartitionId(0), last - 1), (PartitionId(7), 9), (PartitionId(-1), 9))
     m.pair[0].sendall(m.frame(first=3, confirmed=said))
     m.pair[0].shutdown(socket.SHUT_WR)
     assert _native.Follower(m.inbox, m.pair[1].fileno(), b"").next() is None
@@ -222,14 +222,14 @@ def test_the_inbox_keeps_tails_like_their_oracle(seed: int) -> None:
     rng = random.Random(seed)
     one, two, seq = KeptTails(), _Tails(_native.Inbox(Store(4, 1))), 0
     for _ in range(300):
-        bucket = rng.choice(BUCKETS)
+        partition = rng.choice(PARTITIONS)
         seq += rng.randrange(3)
         at, blob = seq - rng.randrange(4), rng.randbytes(rng.randrange(1, 20))
         what = rng.choice(("keep", "keep", "keep", "confirm", "drop", "clear" if rng.random() < 0.1 else "keep"))
-        args = {"keep": (bucket, at, blob), "confirm": (bucket, at), "drop": (bucket,), "clear": ()}[what]
+        args = {"keep": (partition, at, blob), "confirm": (partition, at), "drop": (partition,), "clear": ()}[what]
         for tails in (one, two):
             getattr(tails, what)(*args)
-        assert all(one.after(b, at) == two.after(b, at) and one.after(b, -1) == two.after(b, -1) for b in BUCKETS)
+        assert all(one.after(b, at) == two.after(b, at) and one.after(b, -1) == two.after(b, -1) for b in PARTITIONS)
 
 
 @pytest.mark.parametrize("how", ["number", "version", "sender"])
@@ -277,8 +277,8 @@ def test_who_carries_hears_of_a_peer_that_is_gone_and_is_not_held_up_for_ever() 
     owner = Mirrored().owner
     carrier = ReplicationSender(owner, OWNER)
     carrier.live({PEERS[0]}, 3)
-    carrier.append(0, [Outgoing(BucketId(0), 0, Of.MARKS, b"", 0)] * 3)  # what was taken to begin the mirror
-    carrier.routes[BucketId(0)] = (PEERS[0],)
+    carrier.append(0, [Outgoing(PartitionId(0), 0, Of.MARKS, b"", 0)] * 3)  # what was taken to begin the mirror
+    carrier.routes[PartitionId(0)] = (PEERS[0],)
     here, there = socket.socketpair()
     here.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, (100_000).to_bytes(16, "little"))
     carrier.native.claim(PEERS[0])

@@ -1,6 +1,6 @@
 """Single bits that change on the way: 1,000 of them in frames, differences, contents and what is left of parity rows.
 Not one goes unnoticed, and nothing of the damaged piece is applied. (Checkpoints, chained logs and the journal: see
-test_images.py and tests/storage.)
+test_snapshots.py and tests/storage.)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from everstep.native import BlobKind, Store
 from everstep.native.blob import seal
 from everstep.net.frames import DATA_LIMITS, FrameDecoder, encode_frame
 from everstep.net.frames import FrameKind as FrameKind
-from everstep.testing.twin import bucket_of
+from everstep.testing.twin import partition_of
 
 TABLE = TableSpec("t", 6, OptimizerSpec(OptimizerKind.ADAGRAD, 0.1))
 B, LOST = 4, [1, 2]
@@ -49,12 +49,12 @@ def emitted(store: Store) -> list[bytes]:
     return [data[at : at + length].tobytes() for _, _, _, at, length in entries]
 
 
-def swept(store: Store, bucket: int) -> list[bytes]:
+def swept(store: Store, partition: int) -> list[bytes]:
     for kind in (BlobKind.HEADS, BlobKind.BODIES):
         lo = 0
         while lo >= 0:
-            lo = store.emit(bucket, kind, TABLE.id, lo, lo + 64)
-    store.emit_marks(bucket)
+            lo = store.emit(partition, kind, TABLE.id, lo, lo + 64)
+    store.emit_marks(partition)
     return emitted(store)
 
 
@@ -62,7 +62,7 @@ def test_every_flip_in_a_blob_is_noticed_and_changes_nothing() -> None:
     rng = random.Random(2)
     values = np.random.default_rng(2)
     keys = np.arange(600)
-    where = bucket_of(keys, TABLE.id, B)
+    where = partition_of(keys, TABLE.id, B)
     owners, rows = [Store(B, 1) for _ in range(B)], [Store(B, 1), Store(B, 1)]
     for store in [*owners, *rows]:
         store.declare(TABLE)

@@ -1,4 +1,5 @@
-"""Machines of several ps round toy stores: buckets and mirrors are dicts of ints, the network loses, repeats, delays.
+"""Machines of several ps round toy stores: partitions and mirrors are dicts of ints, the network loses, repeats,
+delays.
 
 The toy's contents are integers by slot; a mirror of row 0 is their XOR, a mirror of row 1 the XOR of the contents
 doubled ``i`` times over GF(2^8) for member ``i`` (as the real one, on one byte).
@@ -13,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from everstep.ids import BucketId, Incarnation, Slot
+from everstep.ids import Incarnation, PartitionId, Slot
 from everstep.model.member import Address
 from everstep.model.placement import Mirror, MirrorKind, Placement, PsPlace
 from everstep.net.messages import Fed, FetchLog, HandOver, Moved, Want
@@ -45,7 +46,7 @@ def inverse(a: int) -> int:
 
 class Blob(msgspec.Struct, frozen=True):
     kind: StreamKind
-    bucket: int
+    partition: int
     seq: int
     marks: int
     slots: dict[int, int] = {}
@@ -53,13 +54,13 @@ class Blob(msgspec.Struct, frozen=True):
     hi: int = 0
 
 
-class Bucket:
+class Partition:
     def __init__(self) -> None:
         self.seq, self.marks = 0, 0
         self.slots: dict[int, int] = {}
         self.fenced = False
 
-    def same(self, other: Bucket) -> bool:
+    def same(self, other: Partition) -> bool:
         mine = {k: v for k, v in self.slots.items() if v}
         return (self.seq, self.marks, mine) == (other.seq, other.marks, {k: v for k, v in other.slots.items() if v})
 
@@ -78,8 +79,8 @@ class ToyMirror:
         self.folded: dict[int, int] = {}
         self.other: dict[int, int] = {}
 
-    def weight(self, bucket: int) -> int:
-        return times(1, self.members.index(bucket)) if self.row else 1
+    def weight(self, partition: int) -> int:
+        return times(1, self.members.index(partition)) if self.row else 1
 
 
 SLOTS, PIECE = 12, 5
@@ -87,23 +88,23 @@ SLOTS, PIECE = 12, 5
 
 class ToyStore:
     def __init__(self) -> None:
-        self.buckets: dict[int, Bucket] = {}
+        self.partitions: dict[int, Partition] = {}
         self.mirrors: dict[int, ToyMirror] = {}
         self.protected: set[int] = set()
         self.outbox: list[Outgoing] = []
         self.taken = 0
 
-    def change(self, bucket: int, slot: int, value: int) -> None:
-        b = self.buckets[bucket]
+    def change(self, partition: int, slot: int, value: int) -> None:
+        b = self.partitions[partition]
         assert not b.fenced
         old, b.slots[slot] = b.slots.get(slot, 0), value
         b.seq += 1
         b.marks += 1
-        if bucket in self.protected:
-            self._out(Blob(StreamKind.CHANGE, bucket, b.seq, b.marks, {slot: old ^ value}))
+        if partition in self.protected:
+            self._out(Blob(StreamKind.CHANGE, partition, b.seq, b.marks, {slot: old ^ value}))
 
     def _out(self, blob: Blob) -> None:
-        self.outbox.append(Outgoing(BucketId(blob.bucket), blob.seq, blob.kind, blob, 10))
+        self.outbox.append(Outgoing(PartitionId(blob.partition), blob.seq, blob.kind, blob, 10))
 
     def take(self, n: int) -> tuple[int, list[Outgoing]]:
         first, out = self.taken, self.outbox[:n]
@@ -116,39 +117,39 @@ class ToyStore:
     def tables(self) -> list[int]:
         return [1]
 
-    def own(self, bucket: BucketId) -> None:
-        assert bucket not in self.buckets
-        self.buckets[bucket] = Bucket()
+    def own(self, partition: PartitionId) -> None:
+        assert partition not in self.partitions
+        self.partitions[partition] = Partition()
 
-    def protect(self, bucket: BucketId, on: bool) -> None:
-        (self.protected.add if on else self.protected.discard)(bucket)
+    def protect(self, partition: PartitionId, on: bool) -> None:
+        (self.protected.add if on else self.protected.discard)(partition)
 
-    def seq(self, bucket: BucketId) -> int:
-        return self.buckets[bucket].seq
+    def seq(self, partition: PartitionId) -> int:
+        return self.partitions[partition].seq
 
-    def hand_over(self, bucket: BucketId) -> int:
-        self.buckets[bucket].fenced = True
-        return self.buckets[bucket].seq
+    def hand_over(self, partition: PartitionId) -> int:
+        self.partitions[partition].fenced = True
+        return self.partitions[partition].seq
 
-    def resume(self, bucket: BucketId) -> None:
-        self.buckets[bucket].fenced = False
+    def resume(self, partition: PartitionId) -> None:
+        self.partitions[partition].fenced = False
 
-    def drop(self, bucket: BucketId) -> None:
-        assert self.buckets.pop(bucket).fenced
-        self.protected.discard(bucket)
+    def drop(self, partition: PartitionId) -> None:
+        assert self.partitions.pop(partition).fenced
+        self.protected.discard(partition)
 
     def ticket(self) -> int:
         return self.taken + len(self.outbox)
 
-    def emit(self, bucket: BucketId, kind: StreamKind, table: int, lo: int) -> int:
-        b = self.buckets[bucket]
+    def emit(self, partition: PartitionId, kind: StreamKind, table: int, lo: int) -> int:
+        b = self.partitions[partition]
         slots = {s: v for s, v in b.slots.items() if lo <= s < lo + PIECE} if kind is StreamKind.BODIES else {}
-        self._out(Blob(kind, bucket, b.seq, b.marks, slots, lo, lo + PIECE))
+        self._out(Blob(kind, partition, b.seq, b.marks, slots, lo, lo + PIECE))
         return lo + PIECE if lo + PIECE < SLOTS else -1
 
-    def emit_marks(self, bucket: BucketId) -> None:
-        b = self.buckets[bucket]
-        self._out(Blob(StreamKind.MARKS, bucket, b.seq, b.marks))
+    def emit_marks(self, partition: PartitionId) -> None:
+        b = self.partitions[partition]
+        self._out(Blob(StreamKind.MARKS, partition, b.seq, b.marks))
 
     def keep(self, blob: Blob) -> Blob:
         return blob
@@ -156,7 +157,7 @@ class ToyStore:
     def size(self, blob: Any) -> int:
         return 10
 
-    def mirror_make(self, mirror: int, members: Sequence[BucketId], row: int) -> None:
+    def mirror_make(self, mirror: int, members: Sequence[PartitionId], row: int) -> None:
         assert mirror not in self.mirrors
         self.mirrors[mirror] = ToyMirror(members, row)
 
@@ -164,7 +165,7 @@ class ToyStore:
         del self.mirrors[mirror]
 
     def mirror_apply(self, mirror: int, blob: Blob) -> int:
-        m, b = self.mirrors[mirror], blob.bucket
+        m, b = self.mirrors[mirror], blob.partition
         if b not in m.members:
             return 3
         if blob.kind is StreamKind.CHANGE:
@@ -192,28 +193,28 @@ class ToyStore:
         m.seq[b], m.marks[b] = blob.seq, blob.marks
         return 0
 
-    def mirror_seq(self, mirror: int, bucket: BucketId) -> int:
-        return self.mirrors[mirror].seq[bucket]
+    def mirror_seq(self, mirror: int, partition: PartitionId) -> int:
+        return self.mirrors[mirror].seq[partition]
 
     def mirror_complete(self, mirror: int) -> bool:
         m = self.mirrors[mirror]
         return m.complete == set(m.members)
 
-    def promote(self, mirror: int, bucket: BucketId) -> None:
+    def promote(self, mirror: int, partition: PartitionId) -> None:
         m = self.mirrors.pop(mirror)
-        assert m.members == [bucket] and m.complete == {bucket} and bucket not in self.buckets
-        b = self.buckets[bucket] = Bucket()
-        scale = inverse(m.weight(bucket))
+        assert m.members == [partition] and m.complete == {partition} and partition not in self.partitions
+        b = self.partitions[partition] = Partition()
+        scale = inverse(m.weight(partition))
         b.slots = {s: product(v, scale) for s, v in m.slots.items()}
-        b.seq, b.marks = m.seq[bucket], m.marks[bucket]
+        b.seq, b.marks = m.seq[partition], m.marks[partition]
 
-    def recover_begin(self, mirror: int, lost: Sequence[BucketId], here: Sequence[BucketId]) -> None:
+    def recover_begin(self, mirror: int, lost: Sequence[PartitionId], here: Sequence[PartitionId]) -> None:
         m = self.mirrors[mirror]
         assert m.rest is None and self.mirror_complete(mirror)
         m.rest, m.lost, m.here, m.folded, m.other = dict(m.slots), list(lost), list(here), {}, {}
 
     def recover_fold(self, mirror: int, blob: Blob) -> None:
-        m, b = self.mirrors[mirror], blob.bucket
+        m, b = self.mirrors[mirror], blob.partition
         assert m.rest is not None
         if blob.kind is StreamKind.BODIES:
             assert m.folded.get(b, 0) == blob.lo
@@ -250,10 +251,10 @@ class ToyStore:
             scale = inverse(gi ^ gj)
             first = {s: product(m.other.get(s, 0) ^ product(gj, rest.get(s, 0)), scale) for s in range(SLOTS)}
             solved = {m.lost[0]: first, m.lost[1]: {s: first[s] ^ rest.get(s, 0) for s in range(SLOTS)}}
-        for bucket, slots in solved.items():
-            assert bucket in m.here and bucket not in self.buckets
-            b = self.buckets[bucket] = Bucket()
-            b.slots, b.seq, b.marks = slots, m.seq[bucket], m.marks[bucket]
+        for partition, slots in solved.items():
+            assert partition in m.here and partition not in self.partitions
+            b = self.partitions[partition] = Partition()
+            b.slots, b.seq, b.marks = slots, m.seq[partition], m.marks[partition]
 
 
 # ---------------------------------------------------------------- the world
@@ -268,22 +269,22 @@ class Ps:
 
 
 class World:
-    """``truth``: what each bucket must be at its newest confirmed change; ``acked``: its seq then."""
+    """``truth``: what each partition must be at its newest confirmed change; ``acked``: its seq then."""
 
-    def __init__(self, seed: int, n: int, buckets: int) -> None:
+    def __init__(self, seed: int, n: int, partitions: int) -> None:
         self.random = random.Random(seed)
         self.ps: dict[PeerKey, Ps] = {}
         self.zombies: dict[PeerKey, Ps] = {}
-        self.n_buckets = buckets
+        self.n_partitions = partitions
         self.lives = dict.fromkeys(range(n), 1)
         self.version = 0
         self.routing = 0
-        self.owner = [b % n for b in range(buckets)]
+        self.owner = [b % n for b in range(partitions)]
         self.mirrors: list[Mirror] = []
         self.next_mirror = 1
-        self.history: dict[int, dict[int, Bucket]] = {b: {} for b in range(buckets)}
-        self.acked = dict.fromkeys(range(buckets), 0)
-        self.waiting: list[tuple[Ps, int, int, int]] = []  # ps, ticket before and after, bucket, seq
+        self.history: dict[int, dict[int, Partition]] = {b: {} for b in range(partitions)}
+        self.acked = dict.fromkeys(range(partitions), 0)
+        self.waiting: list[tuple[Ps, int, int, int]] = []  # ps, ticket before and after, partition, seq
         self.loss = 0.0
         for slot in range(n):
             self.ps[Slot(slot), Incarnation(1)] = Ps(slot, 1)
@@ -308,7 +309,7 @@ class World:
                 self.act(p)
 
     def mirror(self, members: Sequence[int], at: int, row: int = 0, kind: MirrorKind = MirrorKind.PARITY) -> int:
-        ids = tuple(BucketId(b) for b in members)
+        ids = tuple(PartitionId(b) for b in members)
         self.mirrors.append(Mirror(self.next_mirror, ids, Slot(at), row, kind))
         self.next_mirror += 1
         return self.next_mirror - 1
@@ -321,13 +322,13 @@ class World:
     def act(self, p: Ps) -> None:
         for action in p.machine.take_actions():
             match action:
-                case Acquired(bucket=b):
-                    bucket = p.store.buckets[b]
-                    known = self.history[b].get(bucket.seq)
-                    assert bucket.seq >= self.acked[b], f"bucket {b} lost {self.acked[b]}, has {bucket.seq}"
+                case Acquired(partition=b):
+                    partition = p.store.partitions[b]
+                    known = self.history[b].get(partition.seq)
+                    assert partition.seq >= self.acked[b], f"bucket {b} lost {self.acked[b]}, has {partition.seq}"
                     if known is not None:
-                        assert known.same(bucket), f"bucket {b} at {bucket.seq} is not what it was"
-                    for seq in [s for s in self.history[b] if s > bucket.seq]:
+                        assert known.same(partition), f"bucket {b} at {partition.seq} is not what it was"
+                    for seq in [s for s in self.history[b] if s > partition.seq]:
                         del self.history[b][seq]
                 case Stuck(why=why):
                     p.stuck.append(why)
@@ -336,17 +337,17 @@ class World:
 
     def push(self, b: int) -> bool:
         for p in [*self.ps.values(), *self.zombies.values()]:
-            bucket = p.store.buckets.get(b)
-            if bucket is None or not p.machine.serves(BucketId(b)) or bucket.fenced:
+            partition = p.store.partitions.get(b)
+            if partition is None or not p.machine.serves(PartitionId(b)) or partition.fenced:
                 continue
             before = p.store.ticket()
             p.store.change(b, self.random.randrange(SLOTS), self.random.randrange(256))
-            copy = Bucket()
-            copy.slots, copy.seq, copy.marks = dict(bucket.slots), bucket.seq, bucket.marks
+            copy = Partition()
+            copy.slots, copy.seq, copy.marks = dict(partition.slots), partition.seq, partition.marks
             if p.key in self.ps and self.owner[b] == p.key[0]:
-                self.history[b][bucket.seq] = copy
+                self.history[b][partition.seq] = copy
             if b in p.store.protected:
-                self.waiting.append((p, before, p.store.ticket(), b, bucket.seq))  # type: ignore[arg-type]
+                self.waiting.append((p, before, p.store.ticket(), b, partition.seq))  # type: ignore[arg-type]
         return True
 
     def confirm(self) -> None:
@@ -397,8 +398,8 @@ class World:
             peer.machine.settle()
         self.act(peer)
         if isinstance(answer, Fed) and self.random.random() >= self.loss:
-            for bucket, ticket in p.streams.answered(to, batch.first, answer.applied).items():
-                p.machine.refused(bucket, ticket)
+            for partition, ticket in p.streams.answered(to, batch.first, answer.applied).items():
+                p.machine.refused(partition, ticket)
 
     def ask(self, p: Ps, ask: Ask) -> None:
         peer = self.ps.get(ask.peer)
@@ -420,7 +421,7 @@ class World:
     def run(self, steps: int) -> None:
         for _ in range(steps):
             if self.random.random() < 0.2:
-                self.push(self.random.randrange(self.n_buckets))
+                self.push(self.random.randrange(self.n_partitions))
             self.step(self.random.choice([*self.ps.values(), *self.zombies.values()]))
 
     def quiet(self) -> bool:
@@ -447,11 +448,11 @@ class World:
         self.check()
 
     def check(self) -> None:
-        """Every bucket is served once, at its owner; every mirror is what its members make."""
-        for b in range(self.n_buckets):
-            at = [p for p in self.ps.values() if p.machine.serves(BucketId(b))]
+        """Every partition is served once, at its owner; every mirror is what its members make."""
+        for b in range(self.n_partitions):
+            at = [p for p in self.ps.values() if p.machine.serves(PartitionId(b))]
             assert [p.key[0] for p in at] == [self.owner[b]]
-            assert at[0].store.buckets[b].seq >= self.acked[b]
+            assert at[0].store.partitions[b].seq >= self.acked[b]
         for m in self.mirrors:
             p = self.at(m.at)
             if m.id not in p.store.mirrors:
@@ -461,9 +462,9 @@ class World:
             assert m.id in p.machine.complete
             want: dict[int, int] = {}
             for b in m.members:
-                bucket = self.at(self.owner[b]).store.buckets[b]
-                assert (toy.seq[b], toy.marks[b]) == (bucket.seq, bucket.marks)
-                for s, v in bucket.slots.items():
+                partition = self.at(self.owner[b]).store.partitions[b]
+                assert (toy.seq[b], toy.marks[b]) == (partition.seq, partition.marks)
+                for s, v in partition.slots.items():
                     want[s] = want.get(s, 0) ^ product(v, toy.weight(b))
             assert {s: v for s, v in want.items() if v} == {s: v for s, v in toy.slots.items() if v}
 
@@ -480,15 +481,15 @@ class World:
 
 
 def stripes(w: World, k: int, m: int) -> None:
-    """Stripes of ``k`` neighbouring buckets (b at ps b mod n), mirrors at the ps after them."""
+    """Stripes of ``k`` neighbouring partitions (b at ps b mod n), mirrors at the ps after them."""
     n = len(w.lives)
-    for first in range(0, w.n_buckets, k):
-        members = list(range(first, min(first + k, w.n_buckets)))
+    for first in range(0, w.n_partitions, k):
+        members = list(range(first, min(first + k, w.n_partitions)))
         for row in range(m):
             w.mirror(members, (first + k + row) % n, row)
 
 
-def test_mirrors_are_built_while_buckets_change() -> None:
+def test_mirrors_are_built_while_partitions_change() -> None:
     w = World(1, 4, 6)
     stripes(w, 3, 1)
     w.publish()
@@ -528,7 +529,7 @@ def recover(w: World, slot: int, *, zombie: bool = False) -> None:
 
 
 def tidy(w: World) -> None:
-    """After what changed hands is there: mirrors at their bucket's own owner are made anew elsewhere."""
+    """After what changed hands is there: mirrors at their partition's own owner are made anew elsewhere."""
     w.mirrors = [m for m in w.mirrors if m.kind is not MirrorKind.MOVE or w.owner[m.members[0]] != m.at]
     renew(w, lambda m: len(m.members) == 1 and w.owner[m.members[0]] == m.at)
     w.publish(route=False, to=0.7)
@@ -602,7 +603,7 @@ def test_a_mirror_that_lacks_a_difference_is_made_again_and_nobody_ends(rows: in
     w.heal()
 
 
-def test_a_bucket_whose_only_mirror_is_torn_while_it_is_rebuilt_is_said_to_be_stuck() -> None:
+def test_a_partition_whose_only_mirror_is_torn_while_it_is_rebuilt_is_said_to_be_stuck() -> None:
     w = World(8, 5, 4)
     stripes(w, 4, 1)
     w.publish()
@@ -621,10 +622,10 @@ def test_a_bucket_whose_only_mirror_is_torn_while_it_is_rebuilt_is_said_to_be_st
         if w.at(at).machine.stuck:
             break
     assert w.at(at).machine.stuck == (0,)
-    assert not w.at(at).machine.serves(BucketId(0))
+    assert not w.at(at).machine.serves(PartitionId(0))
 
 
-def test_a_bucket_moves_while_it_changes() -> None:
+def test_a_partition_moves_while_it_changes() -> None:
     w = World(4, 4, 6)
     stripes(w, 3, 1)
     w.publish()
@@ -637,8 +638,8 @@ def test_a_bucket_moves_while_it_changes() -> None:
     w.publish(to=0.5)
     w.run(2000)
     w.heal()
-    assert w.at(3).machine.serves(BucketId(0))
-    assert 0 not in w.at(0).store.buckets
+    assert w.at(3).machine.serves(PartitionId(0))
+    assert 0 not in w.at(0).store.partitions
     assert w.at(3).machine.ready() == [(w.version, "promoted", (0,))]
 
 
@@ -653,17 +654,17 @@ def test_a_replaced_owner_that_does_not_know_it_confirms_nothing() -> None:
     zombie = next(iter(w.zombies.values()))
     for _ in range(4000):
         w.step(w.random.choice(list(w.ps.values())))
-    assert zombie.machine.buckets[BucketId(0)] is MirrorState.SERVING  # nobody told it
+    assert zombie.machine.partitions[PartitionId(0)] is MirrorState.SERVING  # nobody told it
     before = zombie.store.ticket()
     zombie.store.change(0, 1, 77)
     for _ in range(2000):
         w.step(zombie)
     assert zombie.streams.refused_ticket >= before
-    assert not zombie.machine.serves(BucketId(0))
+    assert not zombie.machine.serves(PartitionId(0))
     w.heal()
 
 
-def test_a_bucket_without_any_way_here_is_said() -> None:
+def test_a_partition_without_any_way_here_is_said() -> None:
     w = World(6, 2, 2)
     w.publish()
     w.heal()
@@ -701,8 +702,8 @@ def test_random_losses_moves_and_a_bad_network(seed: int) -> None:
 
 
 def move(w: World) -> None:
-    """Begin to move one bucket to a random ps."""
-    b, to = w.random.randrange(w.n_buckets), w.random.choice(list(w.lives))
+    """Begin to move one partition to a random ps."""
+    b, to = w.random.randrange(w.n_partitions), w.random.choice(list(w.lives))
     if w.owner[b] != to and not any(x.kind is MirrorKind.MOVE for x in w.mirrors):
         w.mirror([b], to, kind=MirrorKind.MOVE)
         w.publish(route=False, to=0.5)
@@ -724,7 +725,7 @@ def tear(w: World) -> None:
 
 
 def switch(w: World) -> None:
-    """Buckets whose move mirrors are complete change hands."""
+    """Partitions whose move mirrors are complete change hands."""
     complete = {i for p in w.ps.values() for i in p.machine.complete}
     for m in [x for x in w.mirrors if x.kind is MirrorKind.MOVE and x.id in complete]:
         w.owner[m.members[0]] = m.at

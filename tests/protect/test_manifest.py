@@ -8,10 +8,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from image_stores import BUCKETS, checkpoint, digests, empty_store, new_store, train, writer_of
+from snapshot_stores import PARTITIONS, checkpoint, digests, empty_store, new_store, train, writer_of
 
 from everstep.errors import CheckpointError
-from everstep.model.image import Manifest
+from everstep.model.snapshot import Manifest
 from everstep.protect.manifest import (
     checkpoint_place,
     decode_manifest,
@@ -24,7 +24,7 @@ from everstep.protect.manifest import (
     read_manifest,
     write_manifest,
 )
-from everstep.protect.restore import load_bucket
+from everstep.protect.restore import load_partition
 from everstep.storage.places import open_place
 
 FLIPS = 1000
@@ -32,7 +32,7 @@ FLIPS = 1000
 
 @pytest.fixture(scope="module")
 def taken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[bytes]]]:
-    """Checkpoints 1 (base), 2 and 3 (increments), and the digests of the buckets at each."""
+    """Checkpoints 1 (base), 2 and 3 (increments), and the digests of the partitions at each."""
     where = tmp_path_factory.mktemp("taken")
     store = new_store()
     writer = writer_of(store)
@@ -70,12 +70,12 @@ def test_intact_checkpoints_have_no_problems(copy: Path) -> None:
 
 
 def test_a_flipped_bit_anywhere_is_found(copy: Path) -> None:
-    """Each of FLIPS random bits of all files of a checkpoint; the manifest counts as often as all images."""
+    """Each of FLIPS random bits of all files of a checkpoint; the manifest counts as often as all snapshots."""
     rng = random.Random(1)
     place = open_place(copy)
     manifest = read_manifest(place, 3)
     name = copy / manifest_name(3)
-    files = [copy / f.path for i in manifest.images for f in i.files]
+    files = [copy / f.path for i in manifest.snapshots for f in i.files]
     sizes = [p.stat().st_size for p in files]
     found = 0
     for _ in range(FLIPS):
@@ -87,8 +87,8 @@ def test_a_flipped_bit_anywhere_is_found(copy: Path) -> None:
                 read_manifest(place, 3)
             assert str(path) in str(caught.value)
         else:
-            image = next(i for i in manifest.images if any(copy / f.path == path for f in i.files))
-            alone = msgspec.structs.replace(manifest, images=(image,), buckets=1)
+            snapshot = next(i for i in manifest.snapshots if any(copy / f.path == path for f in i.files))
+            alone = msgspec.structs.replace(manifest, snapshots=(snapshot,), partitions=1)
             lines = [line for line in problems(place, alone) if manifest_name(3) not in line]
             assert len(lines) == 1 and str(path) in lines[0], f"bit {bit} of {path}: {lines}"
         found += 1
@@ -98,48 +98,48 @@ def test_a_flipped_bit_anywhere_is_found(copy: Path) -> None:
 
 def test_a_flipped_bit_never_loads_as_anything_else(copy: Path) -> None:
     rng = random.Random(2)
-    image = read_manifest(open_place(copy), 3).images[1]
+    snapshot = read_manifest(open_place(copy), 3).snapshots[1]
     for _ in range(60):
-        path = copy / rng.choice(image.files).path
+        path = copy / rng.choice(snapshot.files).path
         bit = rng.randrange(path.stat().st_size * 8)
         flip(path, bit)
         store = empty_store()
         with pytest.raises(CheckpointError, match="bucket-0001"):
-            load_bucket(store, str(copy), image)
+            load_partition(store, str(copy), snapshot)
         assert store.owned() == []
         flip(path, bit)
 
 
 def test_a_bit_is_found_even_if_the_manifest_does_not_know_the_file(copy: Path) -> None:
     """The file's own checksums cover every bit of it."""
-    from everstep.protect.imagefile import read_image_file
+    from everstep.protect.snapshot_file import read_snapshot_file
 
     rng = random.Random(3)
-    path = copy / read_manifest(open_place(copy), 3).images[0].files[0].path
+    path = copy / read_manifest(open_place(copy), 3).snapshots[0].files[0].path
     good = path.read_bytes()
     for _ in range(300):
         bit = rng.randrange(len(good) * 8)
         flip(path, bit)
         with pytest.raises(CheckpointError), path.open("rb") as stream:
-            list(read_image_file(stream, str(path)))
+            list(read_snapshot_file(stream, str(path)))
         path.write_bytes(good)
 
 
 @pytest.mark.parametrize("keep", [0, 1, 15, 16, 39, 40, 1000, -1])
 def test_a_cut_file_is_found(copy: Path, keep: int) -> None:
     manifest = read_manifest(open_place(copy), 3)
-    path = copy / manifest.images[2].files[0].path
+    path = copy / manifest.snapshots[2].files[0].path
     path.write_bytes(path.read_bytes()[:keep])
     (line,) = wrong(copy, 3)
     assert "bucket-0002" in line and "cut" in line
     store = empty_store()
     with pytest.raises(CheckpointError, match=r"bucket-0002.*(cut|not an image)"):
-        load_bucket(store, str(copy), manifest.images[2])
+        load_partition(store, str(copy), manifest.snapshots[2])
 
 
 def test_a_missing_file_is_named(copy: Path) -> None:
     manifest = read_manifest(open_place(copy), 3)
-    (copy / manifest.images[1].files[0].path).unlink()
+    (copy / manifest.snapshots[1].files[0].path).unlink()
     (line,) = wrong(copy, 3)
     assert line.startswith(str(copy)) and line.endswith("is missing: checkpoint 3 needs it for partition 1")
     assert wrong(copy, 1) != []
@@ -150,31 +150,31 @@ def test_a_missing_file_is_named(copy: Path) -> None:
 
 
 def test_a_file_of_another_checkpoint_in_its_place_is_found(copy: Path) -> None:
-    a, b = (read_manifest(open_place(copy), n).images[0].files[-1] for n in (2, 3))
+    a, b = (read_manifest(open_place(copy), n).snapshots[0].files[-1] for n in (2, 3))
     shutil.copy(copy / a.path, copy / b.path)
     (line,) = wrong(copy, 3)
     assert b.path in line
 
 
-def test_a_manifest_without_a_bucket_is_incomplete(copy: Path) -> None:
+def test_a_manifest_without_a_partition_is_incomplete(copy: Path) -> None:
     place = open_place(copy)
     manifest = read_manifest(place, 3)
-    write_manifest(place, msgspec.structs.replace(manifest, checkpoint=4, images=manifest.images[1:]))
+    write_manifest(place, msgspec.structs.replace(manifest, checkpoint=4, snapshots=manifest.snapshots[1:]))
     assert wrong(copy, 4) == ["manifest-000004.json has no snapshot of partition 0"]
     assert latest_intact(place).checkpoint == 3
 
 
 def test_the_newest_intact_one_wins_and_says_why(copy: Path, taken: tuple[Path, list[list[bytes]]]) -> None:
     place = open_place(copy)
-    newest = read_manifest(place, 3).images[0].files[-1]
+    newest = read_manifest(place, 3).snapshots[0].files[-1]
     flip(copy / newest.path, 4321)
     said: list[str] = []
     manifest = latest_intact(place, tell=said.append)
     assert manifest.checkpoint == 2
     assert len(said) == 1 and said[0].startswith("checkpoint 3 is left out: ") and newest.path in said[0]
     store = empty_store()
-    for image in manifest.images:
-        load_bucket(store, str(copy), image)
+    for snapshot in manifest.snapshots:
+        load_partition(store, str(copy), snapshot)
     assert digests(store) == taken[1][1]
 
 
@@ -184,7 +184,7 @@ def test_a_newer_version_is_told_apart_from_damage(copy: Path) -> None:
     write_manifest(place, manifest)
     with pytest.raises(CheckpointError, match=r"manifest-000004.json is of version 3, .* reads version 2"):
         read_manifest(place, 4)
-    path = copy / read_manifest(place, 3).images[0].files[0].path
+    path = copy / read_manifest(place, 3).snapshots[0].files[0].path
     import struct
     import zlib
 
@@ -205,7 +205,7 @@ def test_what_is_no_checkpoint_is_one_line(tmp_path: Path) -> None:
 
 
 def test_manifest_bytes_there_and_back() -> None:
-    manifest = Manifest(job="j", checkpoint=1, at=1.5, seed=3, buckets=1, images=())
+    manifest = Manifest(job="j", checkpoint=1, at=1.5, seed=3, partitions=1, snapshots=())
     data = encode_manifest(manifest)
     assert decode_manifest(data, "m") == manifest
     for wrong_bytes in (data[:-1], data[1:], data + b"\n", data.replace(b"\n", b" ", 1), b""):
@@ -229,6 +229,6 @@ def test_dropping_keeps_what_others_need(copy: Path) -> None:
     place = open_place(copy)
     assert drop_checkpoints(place, {1, 2}) == 0, "3 builds on both"
     assert list_checkpoints(place) == [3] and wrong(copy, 3) == []
-    assert drop_checkpoints(place, {3}) == 3 * BUCKETS
+    assert drop_checkpoints(place, {3}) == 3 * PARTITIONS
     assert place.sizes() == {}
     assert drop_checkpoints(place, {3}) == 0

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from everstep.brain.events import Event, ImagesWritten, NodeJoined
+from everstep.brain.events import Event, NodeJoined, SnapshotsWritten
 from everstep.config.spec import JobSpec
 from everstep.errors import CheckpointError, StorageError, WireError
-from everstep.model.image import BucketImage, ImageFile, Manifest
+from everstep.model.snapshot import CheckpointFile, Manifest, PartitionSnapshot
 from everstep.net import messages as wire
 from everstep.net.frames import decode_header
 from everstep.protect.manifest import decode_manifest, drop_checkpoints, encode_manifest, write_manifest
@@ -32,17 +32,19 @@ EVIL = [
 ]
 
 
-def image(path: str) -> BucketImage:
-    return BucketImage(bucket=0, seq=1, fingerprint=0, watermarks=(), files=(ImageFile(path, 1, "00"),))  # type: ignore[arg-type]
+def snapshot(path: str) -> PartitionSnapshot:
+    return PartitionSnapshot(partition=0, seq=1, fingerprint=0, watermarks=(), files=(CheckpointFile(path, 1, "00"),))  # type: ignore[arg-type]
 
 
 def manifest(path: str, number: int) -> Manifest:
-    return Manifest(job="j", checkpoint=number, at=1.0, seed=0, buckets=1, images=(image(path),), spec=JobSpec())
+    return Manifest(
+        job="j", checkpoint=number, at=1.0, seed=0, partitions=1, snapshots=(snapshot(path),), spec=JobSpec()
+    )
 
 
 @pytest.mark.parametrize("path", EVIL)
 def test_such_a_file_is_not_written_by_any_ps(path: str) -> None:
-    call = wire.Call(1, ImagesWritten(1, (image(path),)))  # type: ignore[arg-type]
+    call = wire.Call(1, SnapshotsWritten(1, (snapshot(path),)))  # type: ignore[arg-type]
     with pytest.raises(WireError, match="malformed request"):
         decode_header(msgspec.msgpack.Decoder(wire.Call), msgspec.msgpack.encode(call), "request")
 

@@ -1,7 +1,7 @@
 """Real ps services with real stores that feed each other's mirrors over real sockets.
 
-A loss is a service whose sockets and threads end; what its buckets were at that moment is compared, bit for bit, with
-what the new owner makes of its mirrors.
+A loss is a service whose sockets and threads end; what its partitions were at that moment is compared, bit for bit,
+with what the new owner makes of its mirrors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from everstep import faultpoints
-from everstep.ids import BucketId, Incarnation, LeaseNo, NodeId, Slot
+from everstep.ids import Incarnation, LeaseNo, NodeId, PartitionId, Slot
 from everstep.model.member import Address
 from everstep.model.placement import Mirror, MirrorKind, Placement, PsPlace
 from everstep.model.shard import Token, shard_key
@@ -63,7 +63,7 @@ class Ps:
             self.address = Address(NodeId(f"node{slot}"), "", "127.0.0.1", listener.getsockname()[1])
         self.failures: list[str] = []
         self.service = PsService.create(
-            n_buckets=B,
+            n_partitions=B,
             seed=5,
             slot=self.slot,
             incarnation=self.life,
@@ -105,7 +105,7 @@ class Cluster:
         self.ps = {Slot(s): Ps(run_dir, self.secret, s, 1, acked, far) for s in range(n)}
         self.owner = [Slot(b % n) for b in range(B)]
         self.mirrors: list[Mirror] = []
-        self.images: tuple[tuple[BucketId, int], ...] = ()
+        self.snapshots: tuple[tuple[PartitionId, int], ...] = ()
         self.version = self.routing = 0
         self.next_mirror = 1
         self.shard = shard_key(0, 0, 1)
@@ -113,7 +113,7 @@ class Cluster:
         self.random = np.random.default_rng(1)
 
     def mirror(self, members: list[int], at: int, row: int = 0, kind: MirrorKind = MirrorKind.PARITY) -> int:
-        self.mirrors.append(Mirror(self.next_mirror, tuple(BucketId(b) for b in members), Slot(at), row, kind))
+        self.mirrors.append(Mirror(self.next_mirror, tuple(PartitionId(b) for b in members), Slot(at), row, kind))
         self.next_mirror += 1
         return self.next_mirror - 1
 
@@ -123,7 +123,7 @@ class Cluster:
             self.routing = self.version
         places = tuple(p.place for _, p in sorted(self.ps.items()))
         self.placement = Placement(
-            self.version, tuple(self.owner), places, self.routing, tuple(self.mirrors), self.images
+            self.version, tuple(self.owner), places, self.routing, tuple(self.mirrors), self.snapshots
         )
         for p in self.ps.values():
             assert p.service.set_placement(self.placement)
@@ -161,41 +161,41 @@ class Cluster:
     def push_to(
         self,
         p: Ps,
-        buckets: list[int],
+        partitions: list[int],
         parts: list,  # type: ignore[type-arg]
         placement: Placement | None = None,
     ) -> bool:
         out, body = [], b""
         for spec, ids, grads in parts:
             keys = unique_route(ids, B, spec.id, np.zeros(B, np.int32))[0]
-            where = self.buckets_of(spec, keys)
-            keys = keys[np.isin(where, buckets)]
+            where = self.partitions_of(spec, keys)
+            keys = keys[np.isin(where, partitions)]
             rows = np.stack([grads[0, k % 60] for k in keys]) if len(keys) else np.zeros((0, spec.dim), np.float32)
             body += bytes(-len(body) % 8)
             out.append(RowsPart(spec.id, len(keys), len(body), len(body) + 8 * len(keys)))
             body += keys.tobytes() + rows.tobytes()
         token = Token(self.shard, self.at, self.at + 1, LeaseNo(1), p.life, Slot(0), Incarnation(1))
-        request = Push((placement or self.placement).route, token, tuple(out), False, bitmap(buckets, B))
+        request = Push((placement or self.placement).route, token, tuple(out), False, bitmap(partitions, B))
         answer = p.service.handle(request, memoryview(body), None)[0]
         if answer == Pushed(0, 0, fenced=True):
             self.ask_open(p)
             return False
         assert isinstance(answer, Pushed | Moved), answer
-        return isinstance(answer, Pushed) and answer.applied + answer.repeats == len(buckets)
+        return isinstance(answer, Pushed) and answer.applied + answer.repeats == len(partitions)
 
-    def buckets_of(self, spec: TableSpec, keys: np.ndarray) -> np.ndarray:
-        from everstep.testing.twin import bucket_of
+    def partitions_of(self, spec: TableSpec, keys: np.ndarray) -> np.ndarray:
+        from everstep.testing.twin import partition_of
 
-        return bucket_of(keys, spec.id, B)
+        return partition_of(keys, spec.id, B)
 
-    def digests(self, buckets: list[int]) -> dict[int, bytes]:
-        return {b: self.ps[self.owner[b]].service.store.digest(b) for b in buckets}
+    def digests(self, partitions: list[int]) -> dict[int, bytes]:
+        return {b: self.ps[self.owner[b]].service.store.digest(b) for b in partitions}
 
-    def contents(self, bucket: int) -> bytes:
-        return self.ps[self.owner[bucket]].service.store.content_digest(bucket)
+    def contents(self, partition: int) -> bytes:
+        return self.ps[self.owner[partition]].service.store.content_digest(partition)
 
     def whole(self) -> bool:
-        """Every bucket is served, every mirror is complete, nothing is on its way."""
+        """Every partition is served, every mirror is complete, nothing is on its way."""
         assert not any(p.failures for p in self.ps.values()), [p.failures for p in self.ps.values()]
         return all(
             p.service.keeper.whole
@@ -208,7 +208,8 @@ class Cluster:
         )
 
     def check_mirrors(self) -> None:
-        """Of one member: promoted in a copy of the world, they would be the bucket; here: their marks are its own."""
+        """Of one member: promoted in a copy of the world, they would be the partition; here: their marks are its
+        own."""
         for m in self.mirrors:
             store = self.ps[m.at].service.store
             if m.id not in store.mirrors():
@@ -301,7 +302,7 @@ def test_a_replica_takes_over_bit_for_bit(cluster: Callable[..., Cluster]) -> No
     until(c.whole)
     c.check_mirrors()
     took = [r for r in records(c, 2) if isinstance(r, AcquiredRecord)]
-    assert [(t.bucket, t.how) for t in took] == [(b, "promoted") for b in lost]
+    assert [(t.partition, t.how) for t in took] == [(b, "promoted") for b in lost]
     assert np.frombuffer(took[0].shards, "<i8").tolist() == [c.shard, 20]
 
 
@@ -448,7 +449,7 @@ def test_two_lost_members_are_solved(cluster: Callable[..., Cluster]) -> None:
     c.check_mirrors()
 
 
-def test_a_bucket_moves_under_pushes(cluster: Callable[..., Cluster]) -> None:
+def test_a_partition_moves_under_pushes(cluster: Callable[..., Cluster]) -> None:
     c = cluster(4)
     c.owner = [Slot(b % 3) for b in range(B)]
     c.mirror([0, 1, 2], 3)
@@ -466,13 +467,13 @@ def test_a_bucket_moves_under_pushes(cluster: Callable[..., Cluster]) -> None:
     assert not pushing.is_alive()
     until(c.whole)
     c.check_mirrors()
-    until(lambda: 0 not in c.ps[Slot(0)].service.keeper.machine.buckets)
+    until(lambda: 0 not in c.ps[Slot(0)].service.keeper.machine.partitions)
     gave = [r for r in records(c, 0) if isinstance(r, ReleasedRecord)]
     took = [r for r in records(c, 3) if isinstance(r, AcquiredRecord)]
     assert (
-        [(g.bucket, g.bucket_seq) for g in gave]
-        == [(t.bucket, t.bucket_seq) for t in took]
-        == [(0, took[0].bucket_seq)]
+        [(g.partition, g.partition_seq) for g in gave]
+        == [(t.partition, t.partition_seq) for t in took]
+        == [(0, took[0].partition_seq)]
     )
 
 
@@ -532,13 +533,13 @@ class Held:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.on = False
-        sweep = Machine._sweep_bucket
+        sweep = Machine._sweep_partition
 
-        def held(machine: Machine, bucket: BucketId) -> bool:
-            todo = machine._sweeps[bucket][0].todo
-            return not (self.on and todo and todo[0][0] is StreamKind.BODIES) and sweep(machine, bucket)
+        def held(machine: Machine, partition: PartitionId) -> bool:
+            todo = machine._sweeps[partition][0].todo
+            return not (self.on and todo and todo[0][0] is StreamKind.BODIES) and sweep(machine, partition)
 
-        monkeypatch.setattr(Machine, "_sweep_bucket", held)
+        monkeypatch.setattr(Machine, "_sweep_partition", held)
 
 
 def pull(c: Cluster, p: Ps, spec: TableSpec, keys: np.ndarray) -> np.ndarray:
@@ -565,8 +566,8 @@ def test_rows_of_a_lost_ps_are_read_and_written_before_the_sweep_brings_them(
     expected = {}
     for spec in TABLES:
         keys = unique_route(np.arange(400), B, spec.id, np.zeros(B, np.int32))[0]
-        keys = keys[np.isin(c.buckets_of(spec, keys), lost)][:40]
-        each_at = [keys[c.buckets_of(spec, keys) == b] for b in lost]
+        keys = keys[np.isin(c.partitions_of(spec, keys), lost)][:40]
+        each_at = [keys[c.partitions_of(spec, keys) == b] for b in lost]
         expected[spec.id] = [(spec, k, pull(c, c.ps[c.owner[b]], spec, k)) for b, k in zip(lost, each_at, strict=True)]
     held.on = True
     c.lose(*{b % 4 for b in lost})
@@ -591,7 +592,7 @@ def test_rows_of_a_lost_ps_are_read_and_written_before_the_sweep_brings_them(
     for b in range(B):
         assert c.contents(b) == twin.contents(b)
     took = [r for r in records(c, 4) if isinstance(r, AcquiredRecord)]
-    assert sorted((t.bucket, t.how) for t in took) == [(b, "rebuilt") for b in lost]
+    assert sorted((t.partition, t.how) for t in took) == [(b, "rebuilt") for b in lost]
 
 
 def test_a_second_loss_while_rows_are_written_on_demand(
@@ -624,7 +625,9 @@ def test_a_second_loss_while_rows_are_written_on_demand(
     c.check_mirrors()
     for b in range(B):
         assert c.contents(b) == twin.contents(b)
-    life = [type(r).__name__ for r in records(c, 4) if isinstance(r, AcquiredRecord | ReleasedRecord) and r.bucket == 1]
+    life = [
+        type(r).__name__ for r in records(c, 4) if isinstance(r, AcquiredRecord | ReleasedRecord) and r.partition == 1
+    ]
     assert life == [
         "AcquiredRecord",
         "ReleasedRecord",

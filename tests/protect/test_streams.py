@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from everstep.ids import BucketId, Incarnation, Slot
+from everstep.ids import Incarnation, PartitionId, Slot
 from everstep.protect.port import Body
 from everstep.protect.replication import (
     AppendCode,
@@ -18,11 +18,11 @@ from everstep.protect.replication import (
 
 A: PeerKey = (Slot(1), Incarnation(1))
 C: PeerKey = (Slot(2), Incarnation(4))
-B0, B1 = BucketId(0), BucketId(1)
+B0, B1 = PartitionId(0), PartitionId(1)
 
 
-def change(bucket: BucketId, seq: int) -> Outgoing:
-    return Outgoing(bucket, seq, StreamKind.CHANGE, b"x" * 10, 10)
+def change(partition: PartitionId, seq: int) -> Outgoing:
+    return Outgoing(partition, seq, StreamKind.CHANGE, b"x" * 10, 10)
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def streams() -> ReplicationStreams:
 
 
 def test_a_ticket_is_done_when_all_who_got_it_have_answered(streams: ReplicationStreams) -> None:
-    streams.append(0, [change(B0, 1), change(B1, 1), change(BucketId(5), 1)])
+    streams.append(0, [change(B0, 1), change(B1, 1), change(PartitionId(5), 1)])
     assert streams.done_ticket == 0 and streams.waiting_bytes == 30
     assert streams.answered(A, 0, [AppendCode.APPLIED, AppendCode.APPLIED]) == {}
     assert streams.done_ticket == 0  # C lacks the first

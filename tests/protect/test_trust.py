@@ -7,14 +7,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from crafted_images import craft, of_bodies
-from image_stores import checkpoint, empty_store, new_store, train, writer_of
+from crafted_snapshots import craft, of_bodies
+from snapshot_stores import checkpoint, empty_store, new_store, train, writer_of
 
 from everstep.cli.resume import choose, lineage
 from everstep.config.spec import JobSpec
 from everstep.errors import CheckpointError, UntrustedError
-from everstep.ids import BucketId
-from everstep.model.image import Manifest
+from everstep.ids import PartitionId
+from everstep.model.snapshot import Manifest
 from everstep.net.auth import create_secret, load_secret
 from everstep.protect.manifest import (
     ManifestTrust,
@@ -28,8 +28,8 @@ from everstep.protect.manifest import (
     read_manifest,
     write_manifest,
 )
-from everstep.protect.restore import load_bucket, unloadable
-from everstep.protect.sources import ImageSources
+from everstep.protect.restore import load_partition, unloadable
+from everstep.protect.sources import SnapshotSources
 from everstep.storage.places import StoragePlace, open_place
 
 KEY, OTHER = bytes(range(32)), bytes(32)
@@ -85,7 +85,7 @@ def test_a_file_that_is_another_one_is_none_of_ours(place: StoragePlace, tmp_pat
         read_manifest(place, 2, OURS)
     write_manifest(place, manifest, KEY)
     with pytest.raises(CheckpointError, match=r"not the file that the manifest means"):
-        load_bucket(empty_store(), place, read_manifest(place, 2, OURS).images[1])
+        load_partition(empty_store(), place, read_manifest(place, 2, OURS).snapshots[1])
 
 
 def test_the_newest_of_ours_is_taken(place: StoragePlace) -> None:
@@ -117,11 +117,11 @@ def test_what_was_trusted_is_that_one_and_no_other(place: StoragePlace, tmp_path
     for number in (1, 2):
         write_manifest(place, read_manifest(place, number))
     spec = JobSpec(resume_from=place.url, trusted=(digest_of(read_bytes(place, 2)),))
-    sources = ImageSources(spec, tmp_path / "run", KEY)
-    assert sources.image(BucketId(1), 2)[1].bucket == 1
+    sources = SnapshotSources(spec, tmp_path / "run", KEY)
+    assert sources.snapshot(PartitionId(1), 2)[1].partition == 1
     write_manifest(place, msgspec.structs.replace(read_manifest(place, 2), samples_done=1))
     with pytest.raises(UntrustedError):
-        ImageSources(spec, tmp_path / "run", KEY).image(BucketId(1), 2)
+        SnapshotSources(spec, tmp_path / "run", KEY).snapshot(PartitionId(1), 2)
 
 
 def test_a_trusted_one_is_tried_before_it_is_taken(place: StoragePlace, tmp_path: Path) -> None:
@@ -134,8 +134,8 @@ def test_a_trusted_one_is_tried_before_it_is_taken(place: StoragePlace, tmp_path
 
 def test_a_manifest_tells_the_marks_that_its_files_have(place: StoragePlace) -> None:
     manifest = read_manifest(place, 2)
-    wrong = msgspec.structs.replace(manifest.images[0], watermarks=())
-    made: Manifest = msgspec.structs.replace(manifest, images=(wrong, *manifest.images[1:]))
+    wrong = msgspec.structs.replace(manifest.snapshots[0], watermarks=())
+    made: Manifest = msgspec.structs.replace(manifest, snapshots=(wrong, *manifest.snapshots[1:]))
     assert [line.partition(": ")[2] for line in unloadable(place, made)] == [
         "its marks are not those that the manifest says"
     ]

@@ -60,7 +60,7 @@ def placement(version: int, owner: tuple[int, ...], incarnation: int = 1) -> Pla
 
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[PsService]:
-    s = PsService.create(n_buckets=B, seed=5, slot=Slot(0), incarnation=Incarnation(1), run_dir=tmp_path)
+    s = PsService.create(n_partitions=B, seed=5, slot=Slot(0), incarnation=Incarnation(1), run_dir=tmp_path)
     assert s.set_placement(placement(1, (0,) * B))
     assert ask(s, Declare((SPEC,))) == Declared(Incarnation(1), (False,))
     yield s
@@ -104,7 +104,7 @@ def test_a_push_moves_rows_once(service: PsService) -> None:
     before = service.handle(pull, memoryview(keys.tobytes()), None)[1][0]
     opened = open_shard(service)
     assert isinstance(opened, Opened)
-    assert np.frombuffer(opened.buckets, "<i4").tolist() == list(range(B))
+    assert np.frombuffer(opened.partitions, "<i4").tolist() == list(range(B))
     assert np.frombuffer(opened.watermarks, "<i8").tolist() == [0] * B
     assert ask(service, *push(0, 10)) == Pushed(B, 0)
     assert ask(service, *push(0, 10)) == Pushed(0, B)
@@ -158,8 +158,8 @@ def test_stale_maps_and_lives_are_refused(service: PsService) -> None:
     assert ask(service, request, body) == Moved(3)
 
 
-def test_buckets_that_it_never_had_are_not_taken_silently(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    s = PsService.create(n_buckets=B, seed=5, slot=Slot(0), incarnation=Incarnation(1), run_dir=tmp_path)
+def test_partitions_that_it_never_had_are_not_taken_silently(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    s = PsService.create(n_partitions=B, seed=5, slot=Slot(0), incarnation=Incarnation(1), run_dir=tmp_path)
     assert isinstance(ask(s, OpenShard(SHARD, 0, LeaseNo(1))), Moved)
     s.set_placement(placement(1, (0, 1) * 4))
     assert s.store.owned() == [0, 2, 4, 6]
@@ -228,7 +228,7 @@ def test_scan_reads_a_table_in_pieces(service: PsService) -> None:
 
 def test_cuts_agree_with_the_pushes_before_them_under_load(tmp_path: Path) -> None:
     """Four workers on four shards, cuts in between: every cut has exactly the pushes logged before it."""
-    s = PsService.create(n_buckets=B, seed=5, slot=Slot(0), incarnation=Incarnation(1), run_dir=tmp_path)
+    s = PsService.create(n_partitions=B, seed=5, slot=Slot(0), incarnation=Incarnation(1), run_dir=tmp_path)
     s.set_placement(placement(1, (0,) * B))
     ask(s, Declare((SPEC,)))
     done = threading.Event()
@@ -240,7 +240,7 @@ def test_cuts_agree_with_the_pushes_before_them_under_load(tmp_path: Path) -> No
             request, body = push(lo, lo + 1)
             token = msgspec.structs.replace(request.token, shard=shard)
             some = bitmap([0, 3, 5], B) if lo % 7 == 0 else b""
-            if some:  # the rest of the buckets comes in a second message, as after a reconcile
+            if some:  # the rest of the partitions comes in a second message, as after a reconcile
                 rest = bitmap([1, 2, 4, 6, 7], B)
                 for bits in (some, rest):
                     assert ask(s, Push(1, token, (), False, bits)).gap == -1  # type: ignore[union-attr]
@@ -272,7 +272,7 @@ def test_cuts_agree_with_the_pushes_before_them_under_load(tmp_path: Path) -> No
             assert cuts[i].tolist() == [x % 2**64 for x in sums]
         if i < log.n:
             added = batch_fingerprint(int(log.shard[i]), int(log.lo[i]), int(log.hi[i]))
-            for b in np.flatnonzero(log.mask(int(log.buckets[i]))):
+            for b in np.flatnonzero(log.mask(int(log.partitions[i]))):
                 sums[b] += added
     whole = sum(batch_fingerprint(shard_key(0, 1, i), 0, 60) for i in range(4)) % 2**64
     assert log.cuts[-1].found.tolist() == [whole] * B
@@ -306,7 +306,7 @@ def test_records_of_a_shard_stand_in_the_order_of_its_leases(service: PsService,
 def test_without_audit_nothing_is_acknowledged(tmp_path: Path) -> None:
     told: list[str] = []
     s = PsService.create(
-        n_buckets=B, seed=5, slot=Slot(0), incarnation=Incarnation(1), run_dir=tmp_path, on_failure=told.append
+        n_partitions=B, seed=5, slot=Slot(0), incarnation=Incarnation(1), run_dir=tmp_path, on_failure=told.append
     )
     s.set_placement(placement(1, (0,) * B))
     ask(s, Declare((SPEC,)))
@@ -325,7 +325,7 @@ def test_without_audit_nothing_is_acknowledged(tmp_path: Path) -> None:
 
 
 def test_the_first_placement_may_come_while_the_threads_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    s = PsService.create(n_buckets=B, seed=5, slot=Slot(0), incarnation=Incarnation(1), run_dir=tmp_path)
+    s = PsService.create(n_partitions=B, seed=5, slot=Slot(0), incarnation=Incarnation(1), run_dir=tmp_path)
     comes = threading.Thread(target=s.set_placement, args=(placement(1, (0,) * B),))
     start = threading.Thread.start
 
@@ -353,9 +353,9 @@ def test_finished_is_finished(service: PsService) -> None:
     assert isinstance(ask(service, *push(0, 5)), Bad)
 
 
-def test_a_bucket_that_is_not_here_is_not_scanned(tmp_path: Path) -> None:
+def test_a_partition_that_is_not_here_is_not_scanned(tmp_path: Path) -> None:
     """A reader with an older map asks its new owner; a request that is wrong in itself would end the job."""
-    s = PsService.create(n_buckets=B, seed=1, slot=Slot(0), incarnation=Incarnation(1), run_dir=tmp_path)
+    s = PsService.create(n_partitions=B, seed=1, slot=Slot(0), incarnation=Incarnation(1), run_dir=tmp_path)
     s.set_placement(placement(1, (0,) * (B - 1) + (1,)))
     ask(s, Declare((SPEC,)))
     assert isinstance(ask(s, Scan(SPEC.id, B - 2, 0, 10)), Scanned)
@@ -365,18 +365,18 @@ def test_a_bucket_that_is_not_here_is_not_scanned(tmp_path: Path) -> None:
 
 def test_a_ps_that_cannot_load_stays_and_says_so(tmp_path: Path) -> None:
     """It tries once under each map: whether there is another time, and where, is the master's to say."""
-    service = PsService.create(n_buckets=B, seed=1, slot=Slot(0), incarnation=Incarnation(1), run_dir=tmp_path)
+    service = PsService.create(n_partitions=B, seed=1, slot=Slot(0), incarnation=Incarnation(1), run_dir=tmp_path)
     said: list[tuple[int, int, int, str]] = []
     tried: list[int] = []
     heard = threading.Condition()
 
-    def load(bucket: int, checkpoint: int) -> Never:
-        tried.append(bucket)
-        raise (CheckpointError("its marks are of another kind") if bucket == 2 else ZeroDivisionError("ours"))
+    def load(partition: int, checkpoint: int) -> Never:
+        tried.append(partition)
+        raise (CheckpointError("its marks are of another kind") if partition == 2 else ZeroDivisionError("ours"))
 
-    def failed(version: int, bucket: int, checkpoint: int, error: str) -> None:
+    def failed(version: int, partition: int, checkpoint: int, error: str) -> None:
         with heard:
-            said.append((version, bucket, checkpoint, error))
+            said.append((version, partition, checkpoint, error))
             heard.notify_all()
 
     def wait_for(n: int) -> None:
@@ -385,8 +385,8 @@ def test_a_ps_that_cannot_load_stays_and_says_so(tmp_path: Path) -> None:
 
     service.load, service.on_load_failed = load, failed
     owner = (0,) * B
-    images = tuple((b, 7 if b in (2, 5) else 0) for b in range(B))
-    first = msgspec.structs.replace(placement(1, owner), images=images)
+    snapshots = tuple((b, 7 if b in (2, 5) else 0) for b in range(B))
+    first = msgspec.structs.replace(placement(1, owner), snapshots=snapshots)
     service.set_placement(first)
     wait_for(2)
     assert sorted(said) == [
@@ -404,7 +404,7 @@ def test_a_ps_that_cannot_load_stays_and_says_so(tmp_path: Path) -> None:
 
 
 def test_a_peek_has_rows_with_their_state_and_says_what_is_in_them(tmp_path: Path) -> None:
-    s = PsService.create(n_buckets=B, seed=5, slot=Slot(0), incarnation=Incarnation(1), run_dir=tmp_path)
+    s = PsService.create(n_partitions=B, seed=5, slot=Slot(0), incarnation=Incarnation(1), run_dir=tmp_path)
     s.set_placement(placement(1, (0,) * B))
     spec = TableSpec("a", 2, OptimizerSpec(OptimizerKind.ADAGRAD, 0.5), InitSpec(InitKind.CONSTANT, 1.0, 0.0))
     ask(s, Declare((spec,)))

@@ -77,7 +77,7 @@ def test_a_partition_by_node_or_process_cuts_one_way_or_both() -> None:
 
 
 def truth() -> Truth:
-    return Truth(ShardSchedule(name="t", samples=20, shard_samples=10, seed=0), epochs=2, buckets=2)
+    return Truth(ShardSchedule(name="t", samples=20, shard_samples=10, seed=0), epochs=2, partitions=2)
 
 
 S0, S1, NEXT = (shard_key(0, e, i) for e, i in [(0, 0), (0, 1), (1, 0)])

@@ -68,13 +68,13 @@ def test_watermarks_are_told_when_the_mirrors_have_what_is_before_them() -> None
     assert storm(122).faults > 0
 
 
-def test_a_fold_that_lost_its_second_row_goes_back_to_an_image() -> None:
+def test_a_fold_that_lost_its_second_row_goes_back_to_an_snapshot() -> None:
     """Seed 982: two members were being folded when the ps of the other row died; nobody noticed that they were lost."""
     assert storm(982).faults > 0
 
 
 def test_a_ps_that_ends_a_rebuild_by_an_old_map_changes_nothing() -> None:
-    """Seed 1439: its bucket had begun empty elsewhere meanwhile."""
+    """Seed 1439: its partition had begun empty elsewhere meanwhile."""
     assert storm(1439).faults > 0
 
 

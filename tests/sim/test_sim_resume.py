@@ -10,7 +10,7 @@ from everstep.sim.resume import ResumeScenario, ResumeSimulation, Resumption, re
 from planted import must_be_caught, planted_bugs, recorded_for_all
 from seeds import amounts
 
-# 2539 a bucket that was lost, and was to begin empty, came back as it had been before it was handed over.
+# 2539 a partition that was lost, and was to begin empty, came back as it had been before it was handed over.
 FOUND = (2539,)
 
 
@@ -39,17 +39,17 @@ def test_jobs_are_resumed_on_other_numbers_of_ps_and_workers() -> None:
 
 def test_a_job_that_is_lost_between_two_checkpoints_trains_what_came_after_the_first_again() -> None:
     scenario = ResumeScenario(
-        workers=2, ps=2, samples=100, mirrors=True, checkpoint_s=0.6, chaos_s=2.0, buckets=4,
+        workers=2, ps=2, samples=100, mirrors=True, checkpoint_s=0.6, chaos_s=2.0, partitions=4,
         resumptions=(Resumption(at=1.8, stopped=False, ps=3, workers=1, parity="0"),),
     )  # fmt: skip
     outcome = simulate_resume(1, scenario)
-    assert 100 * 2 * 4 < outcome.applied < 2 * 100 * 2 * 4  # positions, epochs, buckets: some of them twice
+    assert 100 * 2 * 4 < outcome.applied < 2 * 100 * 2 * 4  # positions, epochs, partitions: some of them twice
 
 
 def test_a_job_that_is_stopped_trains_almost_nothing_again() -> None:
     """Its last checkpoint has all but what was pushed while that was written."""
     scenario = ResumeScenario(
-        workers=2, ps=2, samples=100, mirrors=True, checkpoint_s=60.0, chaos_s=2.0, buckets=4,
+        workers=2, ps=2, samples=100, mirrors=True, checkpoint_s=60.0, chaos_s=2.0, partitions=4,
         resumptions=(Resumption(at=1.5, stopped=True, ps=1, workers=3, parity="0"),),
     )  # fmt: skip
     sim = ResumeSimulation(1, scenario)

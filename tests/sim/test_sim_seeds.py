@@ -52,7 +52,7 @@ def test_a_run_does_not_depend_on_the_hash_seed() -> None:
 def test_a_master_that_is_killed_without_end_loses_nothing() -> None:
     outcome = simulate(3, failover_scenario(3))
     assert outcome.failovers > 50
-    assert outcome.applied == 400 * 2 * 2  # positions, epochs, buckets
+    assert outcome.applied == 400 * 2 * 2  # positions, epochs, partitions
 
 
 def test_every_kind_of_fault_is_met() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from everstep.errors import EverstepError, InternalError, ServerLostError, WireError
-from everstep.ids import BucketId, Incarnation, LeaseNo, NodeId, ShardKey, Slot
+from everstep.ids import Incarnation, LeaseNo, NodeId, PartitionId, ShardKey, Slot
 from everstep.model.member import Address
 from everstep.model.placement import Placement, PsPlace
 from everstep.model.shard import Token
@@ -23,12 +23,12 @@ from everstep.tables.routing import BatchRows, OutOfVocabularyError, check_vocab
 
 SGD = OptimizerSpec(kind=OptimizerKind.SGD, lr=1.0)
 TABLES = (TableSpec("a", 3, SGD, InitSpec(InitKind.CONSTANT, 1.0)), TableSpec("b", 2, SGD, InitSpec()))
-BUCKETS = 16
+PARTITIONS = 16
 
 
 def placement(n_ps: int, version: int = 1) -> Placement:
     servers = tuple(PsPlace(Slot(i), Incarnation(1), Address(NodeId("n"))) for i in range(n_ps))
-    return Placement(version, tuple(Slot(b % n_ps) for b in range(BUCKETS)), servers)
+    return Placement(version, tuple(Slot(b % n_ps) for b in range(PARTITIONS)), servers)
 
 
 class Wire:
@@ -62,7 +62,7 @@ class World:
         self.arena = Arena(1 << 20)
         self.map = placement(n_ps)
         self.services = [
-            PsService.create(n_buckets=BUCKETS, seed=1, slot=Slot(i), incarnation=Incarnation(1), run_dir=folder)
+            PsService.create(n_partitions=PARTITIONS, seed=1, slot=Slot(i), incarnation=Incarnation(1), run_dir=folder)
             for i in range(n_ps)
         ]
         for service in self.services:
@@ -114,7 +114,7 @@ def train_once(world: World, keys: list[np.ndarray[Any, Any]]) -> list[np.ndarra
     ticket = client.everywhere(lambda i, s: Push(router.version, token, tuple(parts[i]), True))
     ticket.wait()
     pushed = [a for _, a, _ in ticket.answers if isinstance(a, Pushed)]
-    assert sum(a.applied + a.repeats for a in pushed) == BUCKETS
+    assert sum(a.applied + a.repeats for a in pushed) == PARTITIONS
     for r in rows:
         r.values[:] = np.nan
     client.pull(rows, router, create=True).wait()
@@ -188,10 +188,12 @@ def test_a_ps_that_is_lost_is_waited_for_until_the_map_names_another(tmp_path: P
     keys, _, counts = client.router.route(TABLES[0].id, np.arange(5))
     (rows,) = batch.add([(TABLES[0], keys, counts)])
     tickets = [client.pull([rows], client.router, create=True) for _ in range(3)]
-    again = PsService.create(n_buckets=BUCKETS, seed=1, slot=Slot(0), incarnation=Incarnation(2), run_dir=tmp_path)
+    again = PsService.create(
+        n_partitions=PARTITIONS, seed=1, slot=Slot(0), incarnation=Incarnation(2), run_dir=tmp_path
+    )
     place = PsPlace(Slot(0), Incarnation(2), Address(NodeId("n")))
-    empty = tuple((BucketId(b), 0) for b in range(BUCKETS))
-    moved = Placement(2, world.map.owner, (place,), images=empty)
+    empty = tuple((PartitionId(b), 0) for b in range(PARTITIONS))
+    moved = Placement(2, world.map.owner, (place,), snapshots=empty)
     again.set_placement(moved)
 
     def link(place: PsPlace) -> SocketLink:
@@ -296,10 +298,10 @@ def test_padding_rows_are_left_out() -> None:
         assert rows.grads[:, 0].tolist() == rows.keys.tolist()
         at = 0
         for ps, n in enumerate(rows.counts):
-            buckets_ps = {
+            partitions_ps = {
                 int(router.router.route(TABLES[0].id, rows.keys[i : i + 1])[2].index(1)) for i in range(at, at + n)
             }
-            assert buckets_ps <= {ps}
+            assert partitions_ps <= {ps}
             at += n
         batch.close()
         batch.close()  # harmless

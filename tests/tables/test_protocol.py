@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from everstep.brain.events import EndOfData, Granted, Ok, Refused, Wait
-from everstep.ids import BucketId, Incarnation, LeaseNo, NodeId, ShardKey, Slot
+from everstep.ids import Incarnation, LeaseNo, NodeId, PartitionId, ShardKey, Slot
 from everstep.model.member import Address
 from everstep.model.placement import Mirror, Placement, PsPlace
 from everstep.model.shard import Lease, Token
@@ -31,35 +31,35 @@ from everstep.tables.worker_protocol import (
     watermarks_of,
 )
 
-BUCKETS = 4
+PARTITIONS = 4
 
 
 class Ps:
-    """A ps as the design defines it: one shard table, a watermark and a fence per bucket, a count per position."""
+    """A ps as the design defines it: one shard table, a watermark and a fence per partition, a count per position."""
 
     def __init__(self, slot: int, n_ps: int) -> None:
         self.slot, self.incarnation = Slot(slot), Incarnation(1)
-        self.buckets = [b for b in range(BUCKETS) if b % n_ps == slot]
+        self.partitions = [b for b in range(PARTITIONS) if b % n_ps == slot]
         self.marks: dict[tuple[int, int], int] = {}
         self.fence: dict[tuple[int, int], int] = {}
-        self.counts: Counter[tuple[int, int, int]] = Counter()  # (shard, bucket, position)
+        self.counts: Counter[tuple[int, int, int]] = Counter()  # (shard, partition, position)
 
     def open(self, lease: Lease) -> tuple[list[int], list[int]] | None:
-        keys = [(lease.shard, b) for b in self.buckets]
+        keys = [(lease.shard, b) for b in self.partitions]
         if any(self.fence.get(k, 0) > lease.no for k in keys):
             return None
         for k in keys:
             self.fence[k] = lease.no
             self.marks.setdefault(k, lease.start)
-        return self.buckets, [self.marks[k] for k in keys]
+        return self.partitions, [self.marks[k] for k in keys]
 
-    def push(self, token: Token, buckets: bytes) -> Pushed:
-        bits = int.from_bytes(buckets, "little") if buckets else -1
+    def push(self, token: Token, partitions: bytes) -> Pushed:
+        bits = int.from_bytes(partitions, "little") if partitions else -1
         if token.ps_incarnation != self.incarnation:
             return Pushed(0, 0, fenced=True)
         applied = repeats = 0
         gap, fenced = -1, False
-        for b in self.buckets:
+        for b in self.partitions:
             if not bits >> b & 1:
                 continue
             k = (token.shard, b)
@@ -83,7 +83,7 @@ def servers(n: int) -> tuple[list[Ps], Placement]:
 
 def placement(ps: list[Ps], version: int) -> Placement:
     places = tuple(PsPlace(p.slot, p.incarnation, Address(NodeId("node0"))) for p in ps)
-    return Placement(version, tuple(Slot(b % len(ps)) for b in range(BUCKETS)), places)
+    return Placement(version, tuple(Slot(b % len(ps)) for b in range(PARTITIONS)), places)
 
 
 def machine(batch: int = 10, window: int = 2, ask_ahead: int = 0, slot: int = 0) -> WorkerProtocol:
@@ -147,7 +147,7 @@ def work_all(m: WorkerProtocol, ps: list[Ps]) -> tuple[list[RangeWork], list[Wor
 
 
 def exactly_once(ps: list[Ps], held: Lease) -> bool:
-    want = {(held.shard, b, p): 1 for q in ps for b in q.buckets for p in range(held.start, held.stop)}
+    want = {(held.shard, b, p): 1 for q in ps for b in q.partitions for p in range(held.start, held.stop)}
     return sum((q.counts for q in ps), Counter()) == want
 
 
@@ -157,7 +157,7 @@ def test_a_shard_from_ask_to_done_and_the_end_of_the_data() -> None:
     start(m, ps, place, lease())
     works, out = work_all(m, ps)
     assert [(w.lo, w.hi) for w in works] == [(100, 110), (110, 120), (120, 130)]
-    assert all(w.buckets == {0: b"", 1: b""} for w in works)
+    assert all(w.partitions == {0: b"", 1: b""} for w in works)
     (done,) = only(out, SendDone)
     assert done == SendDone(lease(), ((Slot(0), Incarnation(1)), (Slot(1), Incarnation(1))), route=1)
     assert len(only(out, Settled)) == 3
@@ -174,8 +174,8 @@ def test_no_work_before_every_ps_has_opened() -> None:
     m.placement(place)
     m.begin(0, 1)
     m.answered(1, Granted(lease()))
-    buckets, marks = ps[0].open(lease()) or ([], [])
-    m.opened(Slot(0), LeaseNo(1), Incarnation(1), buckets, marks)
+    partitions, marks = ps[0].open(lease()) or ([], [])
+    m.opened(Slot(0), LeaseNo(1), Incarnation(1), partitions, marks)
     assert m.next_work() is None
     assert m.lost(Slot(0)) == []  # it has answered
     assert m.lost(Slot(1)) == [SendOpen(Slot(1), lease())]
@@ -191,7 +191,7 @@ def test_window_bounds_what_is_not_acknowledged() -> None:
     assert m.next_work() is not None
 
 
-def test_ragged_intervals_go_only_to_the_buckets_behind() -> None:
+def test_ragged_intervals_go_only_to_the_partitions_behind() -> None:
     ps, place = servers(2)
     old = machine(slot=1)
     start(old, ps, place, lease(no=1))
@@ -199,18 +199,18 @@ def test_ragged_intervals_go_only_to_the_buckets_behind() -> None:
     assert first is not None
     pushes = old.computed(first)
     deliver(old, ps, pushes[:1])  # ps 0 has it; the worker dies before ps 1 gets it
-    ps[0].marks[7, 0] = 125  # and bucket 0 is further still
+    ps[0].marks[7, 0] = 125  # and partition 0 is further still
     ps[0].counts.update((7, 0, p) for p in range(110, 125))
 
     m = machine(batch=7)
     start(m, ps, place, lease(no=2))
     works, out = work_all(m, ps)
-    assert [(w.lo, w.hi, w.buckets) for w in works] == [
+    assert [(w.lo, w.hi, w.partitions) for w in works] == [
         (100, 107, {1: b""}),
         (107, 110, {1: b""}),
-        (110, 117, {0: bitmap([2], BUCKETS), 1: b""}),
-        (117, 124, {0: bitmap([2], BUCKETS), 1: b""}),
-        (124, 125, {0: bitmap([2], BUCKETS), 1: b""}),
+        (110, 117, {0: bitmap([2], PARTITIONS), 1: b""}),
+        (117, 124, {0: bitmap([2], PARTITIONS), 1: b""}),
+        (124, 125, {0: bitmap([2], PARTITIONS), 1: b""}),
         (125, 130, {0: b"", 1: b""}),
     ]
     assert m.retried == 5
@@ -280,7 +280,7 @@ def test_work_in_hand_outlives_a_new_life_that_kept_its_state() -> None:
     assert exactly_once(ps, lease())
 
 
-def test_work_that_the_buckets_can_not_take_as_it_is_is_computed_again() -> None:
+def test_work_that_the_partitions_can_not_take_as_it_is_is_computed_again() -> None:
     """Somebody else's batches were other ones: from the first that does not fit on, everything is stale."""
     ps, place = servers(1)
     m = machine(window=3)
@@ -288,7 +288,7 @@ def test_work_that_the_buckets_can_not_take_as_it_is_is_computed_again() -> None
     a, b, c = m.next_work(), m.next_work(), m.next_work()
     assert a is not None and b is not None and c is not None
     m.computed(a)
-    ps[0].marks[7, 0] = 115  # an image of another run of this shard
+    ps[0].marks[7, 0] = 115  # a snapshot of another run of this shard
     ps[0].counts.update((7, 0, p) for p in range(100, 115))
     for mark in (1, 2, 3):
         ps[0].marks[7, mark] = 110
@@ -310,9 +310,9 @@ def test_joined_batches_of_which_a_reopening_kept_only_some_are_given_up() -> No
     a, b = m.next_work(), m.next_work()
     assert a is not None and b is not None
     joined = a.join(b)
-    for bucket in ps[0].buckets:
-        ps[0].marks[7, bucket] = 110
-        ps[0].counts.update((7, bucket, p) for p in range(100, 110))
+    for partition in ps[0].partitions:
+        ps[0].marks[7, partition] = 110
+        ps[0].counts.update((7, partition, p) for p in range(100, 110))
     m.placement(placement(ps, 2))
     open_all(m, ps, lease())
     assert not m.current(a) and m.current(b)
@@ -323,22 +323,22 @@ def test_joined_batches_of_which_a_reopening_kept_only_some_are_given_up() -> No
     assert [w.lo for w in works] == [110, 120] and exactly_once(ps, lease())
 
 
-def move(ps: list[Ps], bucket: int, to: int, version: int) -> Placement:
-    """The bucket goes with all it knows, as a promoted mirror does."""
-    (source,) = (p for p in ps if bucket in p.buckets)
-    source.buckets.remove(bucket)
+def move(ps: list[Ps], partition: int, to: int, version: int) -> Placement:
+    """The partition goes with all it knows, as a promoted mirror does."""
+    (source,) = (p for p in ps if partition in p.partitions)
+    source.partitions.remove(partition)
     target = ps[to]
-    target.buckets = sorted([*target.buckets, bucket])
+    target.partitions = sorted([*target.partitions, partition])
     for books in ("marks", "fence"):
-        for key, value in [(k, v) for k, v in getattr(source, books).items() if k[1] == bucket]:
+        for key, value in [(k, v) for k, v in getattr(source, books).items() if k[1] == partition]:
             del getattr(source, books)[key]
             getattr(target, books)[key] = value
-    owner = {b: p.slot for p in ps for b in p.buckets}
+    owner = {b: p.slot for p in ps for b in p.partitions}
     places = tuple(PsPlace(p.slot, p.incarnation, Address(NodeId("node0"))) for p in ps)
-    return Placement(version, tuple(owner[b] for b in range(BUCKETS)), places)
+    return Placement(version, tuple(owner[b] for b in range(PARTITIONS)), places)
 
 
-def test_a_bucket_that_moves_costs_no_computation() -> None:
+def test_a_partition_that_moves_costs_no_computation() -> None:
     ps, place = servers(2)
     m = machine(window=3)
     start(m, ps, place, lease())
@@ -350,7 +350,7 @@ def test_a_bucket_that_moves_costs_no_computation() -> None:
     assert len(only(out, SendOpen)) == 2
     assert deliver(m, ps, []) == [] and m.next_work() is None
     resent = open_all(m, ps, lease())
-    assert [(p.ps, p.bitmap) for p in only(resent, SendPush)] == [(1, bitmap([1, 3], BUCKETS))]  # type: ignore[attr-defined]
+    assert [(p.ps, p.bitmap) for p in only(resent, SendPush)] == [(1, bitmap([1, 3], PARTITIONS))]  # type: ignore[attr-defined]
     deliver(m, ps, resent)
     for work in (b, c):
         pushes = m.computed(work)
@@ -359,17 +359,17 @@ def test_a_bucket_that_moves_costs_no_computation() -> None:
     assert only(out, SendDone) and m.retried == 0 and exactly_once(ps, lease())
 
 
-def test_a_late_answer_does_not_count_for_a_bucket_that_came_meanwhile() -> None:
+def test_a_late_answer_does_not_count_for_a_partition_that_came_meanwhile() -> None:
     ps, place = servers(2)
     m = machine()
     start(m, ps, place, lease())
     a = m.next_work()
     assert a is not None
     pushes = [p for p in m.computed(a) if isinstance(p, SendPush)]
-    late = ps[1].push(pushes[1].token, pushes[1].bitmap)  # the answer is under way while bucket 2 comes to ps 1
+    late = ps[1].push(pushes[1].token, pushes[1].bitmap)  # the answer is under way while partition 2 comes to ps 1
     m.placement(move(ps, 2, 1, 2))
     again = [p for p in open_all(m, ps, lease()) if isinstance(p, SendPush)]
-    assert [(p.ps, p.bitmap) for p in again] == [(0, b""), (1, bitmap([2], BUCKETS))]
+    assert [(p.ps, p.bitmap) for p in again] == [(0, b""), (1, bitmap([2], PARTITIONS))]
     assert m.pushed(Slot(1), pushes[1].token, late, pushes[1].life) == []
     deliver(m, ps, [*again])
     _, out = work_all(m, ps)
@@ -380,11 +380,11 @@ def test_a_map_that_differs_in_mirrors_only_changes_nothing() -> None:
     ps, place = servers(2)
     m = machine()
     start(m, ps, place, lease())
-    newer = Placement(5, place.owner, place.servers, routing=1, mirrors=(Mirror(1, (BucketId(0),), Slot(1)),))
+    newer = Placement(5, place.owner, place.servers, routing=1, mirrors=(Mirror(1, (PartitionId(0),), Slot(1)),))
     assert m.placement(newer) == [] and m.next_work() is not None
 
 
-def test_nothing_is_computed_while_a_bucket_has_no_living_owner() -> None:
+def test_nothing_is_computed_while_a_partition_has_no_living_owner() -> None:
     ps, place = servers(2)
     m = machine()
     start(m, ps, place, lease())
@@ -415,13 +415,13 @@ def test_a_new_life_of_a_ps_undoes_what_its_old_one_acknowledged() -> None:
     m = machine()
     start(m, ps, place, lease())
     deliver(m, ps, compute(m, 1))
-    ps[1] = Ps(1, 2)  # back from an empty image
+    ps[1] = Ps(1, 2)  # back from an empty snapshot
     ps[1].incarnation = Incarnation(2)
     m.placement(placement(ps, 2))
     assert m.opened(Slot(1), LeaseNo(1), Incarnation(1), [1, 3], [130, 130]) == []  # an answer of the dead one
     open_all(m, ps, lease())
     works, out = work_all(m, ps)
-    assert works[0].buckets == {1: b""}
+    assert works[0].partitions == {1: b""}
     (done,) = only(out, SendDone)
     assert isinstance(done, SendDone) and done.servers == ((0, 1), (1, 2))
     assert exactly_once(ps, lease())
@@ -506,7 +506,7 @@ def test_the_next_shard_opens_while_the_last_one_is_finished() -> None:
 
 
 def exactly_once_both(ps: list[Ps], *ranges: Lease) -> bool:
-    want = {(r.shard, b, p): 1 for r in ranges for q in ps for b in q.buckets for p in range(r.start, r.stop)}
+    want = {(r.shard, b, p): 1 for r in ranges for q in ps for b in q.partitions for p in range(r.start, r.stop)}
     return sum((q.counts for q in ps), Counter()) == want
 
 
@@ -633,7 +633,8 @@ def test_watermarks_of_reads_little_endian_arrays() -> None:
 
 @pytest.mark.parametrize("seed", range(200))
 def test_random_loss_and_takeover_counts_every_position_once(seed: int) -> None:
-    """Workers die, pushes and answers get lost, batch sizes vary: in the end every bucket has every position once."""
+    """Workers die, pushes and answers get lost, batch sizes vary: in the end every partition has every position
+    once."""
     rng = random.Random(seed)
     ps, place = servers(rng.choice([1, 2, 3]))
     held = lease(start=0, stop=rng.randrange(1, 60))
@@ -668,7 +669,7 @@ def test_random_loss_and_takeover_counts_every_position_once(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(200))
 def test_random_moves_and_losses_count_every_position_once(seed: int) -> None:
-    """Buckets move with their books at any moment, workers die, pushes and answers get lost."""
+    """Partitions move with their books at any moment, workers die, pushes and answers get lost."""
     rng = random.Random(seed)
     ps, place = servers(rng.choice([2, 3]))
     version = 1
@@ -698,9 +699,9 @@ def test_random_moves_and_losses_count_every_position_once(seed: int) -> None:
                         done += only(queue, SendDone)
                     done += only(out, SendDone)
                 case 3 if rng.random() < 0.5:
-                    bucket, to = rng.randrange(BUCKETS), rng.randrange(len(ps))
+                    partition, to = rng.randrange(PARTITIONS), rng.randrange(len(ps))
                     version += 1
-                    place = move(ps, bucket, to, version)
+                    place = move(ps, partition, to, version)
                     m.placement(place)
                     queue = open_all(m, ps, held)
                     done += only(queue, SendDone)

@@ -1,5 +1,5 @@
 """Steps of a group at its ps, over a network that reorders between links, with members and ps that die at any moment:
-every bucket has every committed step once, with its right gradients, in order."""
+every partition has every committed step once, with its right gradients, in order."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from everstep.tables.step_pushes import (
     table_shard,
 )
 
-BUCKETS, STEPS, SHARD = 6, 14, table_shard(0, 0)
+PARTITIONS, STEPS, SHARD = 6, 14, table_shard(0, 0)
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Ps:
     """What is applied, and what its mirrors have too (``safe``): the only thing that outlives it."""
 
     ledger: PushLedger
-    applied: dict[int, list[tuple[int, int, int]]]  # by bucket: (lo, hi, attempt)
+    applied: dict[int, list[tuple[int, int, int]]]  # by partition: (lo, hi, attempt)
     waiting: list[tuple[Member, Action, Pushed]] = field(default_factory=list)
 
 
@@ -51,10 +51,10 @@ class World:
     def __init__(self, seed: int, members: int = 3, ps: int = 3) -> None:
         self.rng = random.Random(seed)
         self.route, self.lease, self.lives, self.attempts = 1, 1, 0, 0
-        self.owner = [b % ps for b in range(BUCKETS)]
+        self.owner = [b % ps for b in range(PARTITIONS)]
         self.lives_of = dict.fromkeys(range(ps), 1)
-        self.ps = {p: Ps(PushLedger(BUCKETS, [b for b in range(BUCKETS) if b % ps == p]), {}) for p in range(ps)}
-        self.safe: dict[int, tuple[int, list[tuple[int, int, int]]]] = {b: (0, []) for b in range(BUCKETS)}
+        self.ps = {p: Ps(PushLedger(PARTITIONS, [b for b in range(PARTITIONS) if b % ps == p]), {}) for p in range(ps)}
+        self.safe: dict[int, tuple[int, list[tuple[int, int, int]]]] = {b: (0, []) for b in range(PARTITIONS)}
         self.group = [self.newcomer() for _ in range(members)]
         self.agreed: tuple[int, list[Slot]] = (0, [])  # map at the last vote
         self.committed: dict[int, tuple[int, int, int]] = {}  # step -> (lo, hi, attempt)
@@ -145,30 +145,30 @@ class World:
     # ------------------------------------------------------------ the ps
 
     def lose_ps(self) -> None:
-        """Its buckets go to the others, with what the mirrors have; it comes back empty, and gets some back."""
+        """Its partitions go to the others, with what the mirrors have; it comes back empty, and gets some back."""
         lost = self.rng.choice(sorted(self.ps))
         heirs = [p for p in self.ps if p != lost]
         self.lives_of[lost] += 1
-        self.ps[lost] = Ps(PushLedger(BUCKETS, []), {})
-        for b in range(BUCKETS):
+        self.ps[lost] = Ps(PushLedger(PARTITIONS, []), {})
+        for b in range(PARTITIONS):
             if self.owner[b] == lost:
                 heir = self.ps[self.rng.choice(heirs)]
                 self.owner[b] = next(p for p, it in self.ps.items() if it is heir)
                 heir.ledger.own([b])
                 mark, log = self.safe[b]
                 if mark or log:
-                    heir.ledger.buckets[b].shards[SHARD] = [mark, 0]
+                    heir.ledger.partitions[b].shards[SHARD] = [mark, 0]
                 heir.applied[b] = list(log)
         self.new_map()
 
     def move(self) -> None:
-        b, to = self.rng.randrange(BUCKETS), self.rng.choice(sorted(self.ps))
+        b, to = self.rng.randrange(PARTITIONS), self.rng.choice(sorted(self.ps))
         source, target = self.ps[self.owner[b]], self.ps[to]
         if target is source:
             return
         self.confirm(source)
         target.ledger.own([b])
-        target.ledger.buckets[b] = source.ledger.buckets.pop(b)
+        target.ledger.partitions[b] = source.ledger.partitions.pop(b)
         target.applied[b] = source.applied.pop(b, [])
         self.owner[b] = to
         self.new_map()
@@ -196,12 +196,12 @@ class World:
             self.push(m, it, action)
 
     def push(self, m: Member, it: Ps, action: Send) -> None:
-        token, before = action.token, {b: s.shards.get(SHARD, [0])[0] for b, s in it.ledger.buckets.items()}
+        token, before = action.token, {b: s.shards.get(SHARD, [0])[0] for b, s in it.ledger.partitions.items()}
         if token.ps_incarnation != self.lives_of[int(action.ps)]:
             return
         done = it.ledger.push(token.shard, token.lo, token.hi, token.lease)
-        for b, bucket in it.ledger.buckets.items():
-            if bucket.shards.get(SHARD, [0])[0] != before[b]:
+        for b, partition in it.ledger.partitions.items():
+            if partition.shards.get(SHARD, [0])[0] != before[b]:
                 it.applied.setdefault(b, []).append((token.lo, token.hi, m.attempt[action.owed.step]))
         answer = Pushed(done.applied, done.repeats, done.gap, done.fenced)
         it.waiting.append((m, action, answer))
@@ -210,8 +210,8 @@ class World:
 
     def confirm(self, it: Ps) -> None:
         """The mirrors have everything: whoever waits for that is answered."""
-        for b, bucket in it.ledger.buckets.items():
-            self.safe[b] = bucket.shards.get(SHARD, [0])[0], list(it.applied.get(b, []))
+        for b, partition in it.ledger.partitions.items():
+            self.safe[b] = partition.shards.get(SHARD, [0])[0], list(it.applied.get(b, []))
         waiting, it.waiting = it.waiting, []
         for m, action, answer in waiting:
             assert isinstance(action, Send)
@@ -241,12 +241,12 @@ class World:
         else:
             raise AssertionError(f"stuck: {self.group}")
         steps = [self.committed[s] for s in range(STEPS)]
-        for b in range(BUCKETS):
+        for b in range(PARTITIONS):
             assert self.ps[self.owner[b]].applied.get(b, []) == steps, f"bucket {b}"
 
 
 @pytest.mark.parametrize("seed", range(150))
-def test_every_bucket_has_every_committed_step_once(seed: int) -> None:
+def test_every_partition_has_every_committed_step_once(seed: int) -> None:
     World(seed).run()
 
 
@@ -324,7 +324,7 @@ def test_what_is_held_back_goes_with_the_step_that_consumes_it() -> None:
     assert [type(a) for a in again] == [Open], "both are opened anew"
 
 
-def test_a_bucket_that_has_what_is_held_back_is_noticed() -> None:
+def test_a_partition_that_has_what_is_held_back_is_noticed() -> None:
     back = HeldBack([Range(SHARD, 8, 16), Range(NEXT, 0, 4)])
     assert not back.crossed({SHARD: [8, 8], NEXT: [0, 0]})
     assert back.crossed({SHARD: [8, 12], NEXT: [0, 0]})

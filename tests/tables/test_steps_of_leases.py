@@ -25,7 +25,7 @@ from everstep.tables.worker_protocol import (
     WorkFinished,
 )
 
-BUCKETS = 4
+PARTITIONS = 4
 ONE = Incarnation(1)
 FIRST = Lease(LeaseNo(1), ShardKey(7), 100, 120)
 SECOND = Lease(LeaseNo(2), ShardKey(8), 120, 140)
@@ -72,11 +72,11 @@ def only(actions: list[WorkerAction], kind: type) -> list[WorkerAction]:
 
 
 def cluster(window: int = 4) -> Cluster:
-    owned = [[b for b in range(BUCKETS) if b % 2 == slot] for slot in range(2)]
+    owned = [[b for b in range(PARTITIONS) if b % 2 == slot] for slot in range(2)]
     m = WorkerProtocol(worker=Slot(0), incarnation=ONE, batch_samples=10, window=window, ask_ahead=9)
     places = tuple(PsPlace(Slot(s), ONE, Address(NodeId("node0"))) for s in range(2))
-    m.placement(Placement(1, tuple(Slot(b % 2) for b in range(BUCKETS)), places))
-    made = Cluster(m, [PushLedger(BUCKETS, buckets) for buckets in owned])
+    m.placement(Placement(1, tuple(Slot(b % 2) for b in range(PARTITIONS)), places))
+    made = Cluster(m, [PushLedger(PARTITIONS, partitions) for partitions in owned])
     m.begin(0, 1)
     m.answered(1, Granted(FIRST))
     made.open(FIRST)
@@ -105,7 +105,7 @@ def test_a_step_of_two_leases_is_one_push_to_each_ps() -> None:
     assert [d.lease for d in only(said, SendDone)] == [FIRST]  # type: ignore[attr-defined]
     said = c.deliver(step(c.m, e))
     assert [d.lease for d in only(said, SendDone)] == [SECOND]  # type: ignore[attr-defined]
-    assert c.marks(7) == [120] * BUCKETS and c.marks(8) == [140] * BUCKETS
+    assert c.marks(7) == [120] * PARTITIONS and c.marks(8) == [140] * PARTITIONS
 
 
 def test_a_push_of_two_leases_that_was_lost_is_sent_again_once() -> None:
@@ -135,9 +135,9 @@ def test_a_gap_dissolves_the_step_and_each_lease_is_computed_again() -> None:
     done: list[WorkerAction] = []
     seen: list[tuple[int, int, tuple[Slot, ...]]] = []
     while (work := c.m.next_work()) is not None:
-        seen.append((work.lo, work.hi, tuple(work.buckets)))
+        seen.append((work.lo, work.hi, tuple(work.partitions)))
         done += c.deliver(step(c.m, work))
-    assert c.marks(7) == [120] * BUCKETS and c.marks(8) == [140] * BUCKETS
+    assert c.marks(7) == [120] * PARTITIONS and c.marks(8) == [140] * PARTITIONS
     assert {(100, 110, (1,)), (110, 120, (1,)), (125, 130, (1,))} <= {
         (lo, hi, tuple(map(int, at))) for lo, hi, at in seen
     }
@@ -156,13 +156,13 @@ def test_a_step_whose_first_lease_was_lost_gives_the_other_one_back_to_be_comput
     for ledger in c.ps:  # somebody else has it by now
         ledger.open(FIRST.shard, FIRST.start, 9)
     c.deliver(out)  # late: fenced
-    assert c.marks(7) == [100] * BUCKETS and c.marks(8) == [120] * BUCKETS
+    assert c.marks(7) == [100] * PARTITIONS and c.marks(8) == [120] * PARTITIONS
     c.open(SECOND)
     assert not c.m.current(e)
     done: list[WorkerAction] = []
     while (work := c.m.next_work()) is not None:
         done += c.deliver(step(c.m, work))
-    assert c.marks(8) == [140] * BUCKETS and [d.lease for d in only(done, SendDone)] == [SECOND]  # type: ignore[attr-defined]
+    assert c.marks(8) == [140] * PARTITIONS and [d.lease for d in only(done, SendDone)] == [SECOND]  # type: ignore[attr-defined]
 
 
 def test_a_step_with_a_batch_of_a_lease_that_is_gone_is_pushed_to_nobody() -> None:
@@ -179,7 +179,7 @@ def test_a_step_with_a_batch_of_a_lease_that_is_gone_is_pushed_to_nobody() -> No
     c.open(SECOND)
     while (work := c.m.next_work()) is not None:
         c.deliver(step(c.m, work))
-    assert c.marks(7) == [100] * BUCKETS and c.marks(8) == [140] * BUCKETS
+    assert c.marks(7) == [100] * PARTITIONS and c.marks(8) == [140] * PARTITIONS
 
 
 def test_the_second_lease_of_a_step_that_is_fenced_ends_and_the_first_is_not_lost() -> None:
@@ -188,7 +188,7 @@ def test_the_second_lease_of_a_step_that_is_fenced_ends_and_the_first_is_not_los
     for ledger in c.ps:
         ledger.open(SECOND.shard, SECOND.start, 9)
     said = c.deliver(step(c.m, a, b, d))
-    assert c.marks(7) == [100] * BUCKETS and c.marks(8) == [120] * BUCKETS
+    assert c.marks(7) == [100] * PARTITIONS and c.marks(8) == [120] * PARTITIONS
     # Which lease the ps means is not in its answer. Either way both are computed by somebody: given back, or here.
     gone = {g.lease.no for g in only(said, SendGiveBack)}  # type: ignore[attr-defined]
     said = c.open(*[lease for lease in (FIRST, SECOND) if lease.no not in gone])
@@ -205,7 +205,7 @@ def test_a_step_left_out_in_part_says_which_samples_count() -> None:
     assert (push.token.lo, push.token.hi, push.skipped, push.left_out) == (100, 110, False, False)
     assert push.more == (Span(FIRST.shard, 110, 120, FIRST.no, False), Span(SECOND.shard, 120, 130, SECOND.no))
     said = c.deliver(out)
-    assert only(said, Settled) and c.marks(7) == [120] * BUCKETS and c.marks(8) == [130] * BUCKETS
+    assert only(said, Settled) and c.marks(7) == [120] * PARTITIONS and c.marks(8) == [130] * PARTITIONS
 
 
 def test_held_back_to_the_end_is_pending_and_ends_the_data_and_a_step_finishes_it() -> None:
@@ -237,16 +237,16 @@ def test_what_is_pending_and_does_not_fit_any_more_is_handed_out_again_after_the
         c.m.hold_back(work)
     c.m.answered(3, EndOfData())
     assert c.m.ended
-    assert c.ps[0].push(7, 100, 105, 1).applied == 2  # a bucket came back from an image of another cut
+    assert c.ps[0].push(7, 100, 105, 1).applied == 2  # a partition came back from a snapshot of another cut
     places = tuple(PsPlace(Slot(s), ONE, Address(NodeId("node0"))) for s in range(2))
-    c.m.placement(Placement(2, tuple(Slot(b % 2) for b in range(BUCKETS)), places))
+    c.m.placement(Placement(2, tuple(Slot(b % 2) for b in range(PARTITIONS)), places))
     c.open(FIRST, SECOND)
     assert not c.m.ended and not c.m.pending
     while (work := c.m.next_work()) is not None:
         c.deliver(step(c.m, work))
     left = [work for work in works if c.m.current(work)]
     c.deliver(step(c.m, *left))
-    assert c.marks(7) == [120] * BUCKETS and c.marks(8) == [140] * BUCKETS
+    assert c.marks(7) == [120] * PARTITIONS and c.marks(8) == [140] * PARTITIONS
 
 
 def test_a_batch_is_split_and_its_halves_go_with_two_steps() -> None:
@@ -256,7 +256,7 @@ def test_a_batch_is_split_and_its_halves_go_with_two_steps() -> None:
     assert halves is not None and [(h.lo, h.hi) for h in halves] == [(110, 113), (113, 120)]
     assert c.m.alike([a, *halves]) and not c.m.alike([a, b])
     c.deliver(step(c.m, a, halves[0]))
-    assert c.marks(7) == [113] * BUCKETS
+    assert c.marks(7) == [113] * PARTITIONS
     c.deliver(step(c.m, halves[1]))
-    assert c.marks(7) == [120] * BUCKETS
+    assert c.marks(7) == [120] * PARTITIONS
     assert c.m.split(b, 115) is None

@@ -1,9 +1,9 @@
 """Runs a worker of N processes (``--processes-per-worker N``): one replica of the model in N parts, one in each.
 
 Process 0, the *leader*, is the worker that everybody else knows: it has the connections, the votes, the incarnation. It
-forks the others, its *mates*, before the script begins; all of them run the script. They live and die together: a
-replica that lacks a part is none, so the leader ends with the first mate that is lost, or stopped, and the mates end
-with their leader. To the rest of the job that is one worker lost, and one that is started again.
+forks the others, its *followers*, before the script begins; all of them run the script. They live and die together: a
+replica that lacks a part is none, so the leader ends with the first follower that is lost, or stopped, and the
+followers end with their leader. To the rest of the job that is one worker lost, and one that is started again.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from typing import Final
 from everstep.platforms.local import die_with_parent
 
 VARIABLE: Final = "EVERSTEP_UNIT"
-"""Of the environment: ``INDEX/SIZE:FD,FD...``, the sockets to the mates, or the one to the leader."""
+"""Of the environment: ``INDEX/SIZE:FD,FD...``, the sockets to the followers, or the one to the leader."""
 
-_IN_ORDER: Final = (0, 128 + signal.SIGTERM)  # a mate's exit: its script ended, or was told to leave
+_IN_ORDER: Final = (0, 128 + signal.SIGTERM)  # a follower's exit: its script ended, or was told to leave
 _LOOK_S: Final = 0.25
-_STOPPED_S: Final = 1.5  # a stopped mate counts as lost; a debugger's short stop does not
+_STOPPED_S: Final = 1.5  # a stopped follower counts as lost; a debugger's short stop does not
 _FATE_S: Final = 1.0  # until the end of another process of the worker has ended us
-_LAST_S: Final = 60.0  # for mates whose script ends later than the leader's
+_LAST_S: Final = 60.0  # for followers whose script ends later than the leader's
 
 
-class MateWatch:
-    """Is the leader's thread that ends the worker with its first mate."""
+class FollowerWatch:
+    """Is the leader's thread that ends the worker with its first follower."""
 
     def __init__(self, pids: list[int]) -> None:
         self._fds = {os.pidfd_open(pid): pid for pid in pids}
         self._numbers = {pid: number for number, pid in enumerate(pids, 1)}
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="everstep-mates", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="everstep-followers", daemon=True)
         self._thread.start()
 
     def __repr__(self) -> str:
         return f"<MateWatch of {sorted(self._fds.values())}>"
 
     def wait(self, timeout_s: float) -> None:
-        """Until every mate has ended, or ``timeout_s`` is over."""
+        """Until every follower has ended, or ``timeout_s`` is over."""
         with self._changed:
             self._changed.wait_for(lambda: not self._fds, timeout_s)
 
@@ -85,7 +85,7 @@ class MateWatch:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-_watch: MateWatch | None = None
+_watch: FollowerWatch | None = None
 
 
 def become_unit(size: int) -> None:
@@ -108,7 +108,7 @@ def become_unit(size: int) -> None:
         links.append(ours)
         pids.append(pid)
     os.environ[VARIABLE] = f"0/{size}:{','.join(str(link.detach()) for link in links)}"
-    _watch = MateWatch(pids)
+    _watch = FollowerWatch(pids)
 
 
 def await_fate() -> None:
@@ -118,8 +118,8 @@ def await_fate() -> None:
         time.sleep(_FATE_S)
 
 
-def await_mates() -> None:
-    """The leader's script came to its end: those of its mates do so too, in a moment."""
+def await_followers() -> None:
+    """The leader's script came to its end: those of its followers do so too, in a moment."""
     if _watch is not None:
         _watch.wait(_LAST_S)
 
@@ -132,4 +132,4 @@ def _state(pid: int) -> str:
         return "?"
 
 
-__all__ = ["VARIABLE", "MateWatch", "await_fate", "await_mates", "become_unit"]
+__all__ = ["VARIABLE", "FollowerWatch", "await_fate", "await_followers", "become_unit"]

@@ -22,7 +22,7 @@ import msgspec
 
 from everstep.agent.script_failures import cause_of
 from everstep.agent.stacks import dump_on_signal
-from everstep.agent.unit import await_fate, await_mates, become_unit
+from everstep.agent.unit import await_fate, await_followers, become_unit
 from everstep.errors import EverstepError, ScriptError, script_place
 from everstep.model.failure import Failure
 from everstep.storage.atomic import private
@@ -74,7 +74,7 @@ def _outcome(request: Fork, script: Path) -> int:
             become_unit(request.processes)
         _run_script(script)
         _leave_job()
-        await_mates()
+        await_followers()
     except SystemExit as exit_:
         code = _exit_status(exit_)
         if code and code != TERMINATED:

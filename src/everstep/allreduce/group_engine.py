@@ -28,12 +28,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from everstep.allreduce.batch_prefetch import AheadReader
 from everstep.allreduce.counting import Enumerated, SampleCounts
 from everstep.allreduce.devices import wait_for
-from everstep.allreduce.flats import join_digests
+from everstep.allreduce.dtensor import settle
+from everstep.allreduce.gradient_buckets import join_digests
 from everstep.allreduce.logical import LoopStreams, part_seed
 from everstep.allreduce.optimizer import GroupOptimizer
 from everstep.allreduce.outside import STEPS as OUTSIDE_STEPS
 from everstep.allreduce.outside import Outside
-from everstep.allreduce.parts import settle
 from everstep.allreduce.reducer import ReducedStep, Reducer
 from everstep.allreduce.replica_group import Unit
 from everstep.allreduce.rollback import SavedScript

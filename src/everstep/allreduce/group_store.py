@@ -53,14 +53,14 @@ class GroupStore(Store):
     """Stores the keys of one attempt to connect one generation. Every wait ends: after ``timeout_s``, by ``cancel``, or
     when a peer said that its attempt failed; then RuntimeError is raised (torch turns every other error into one)."""
 
-    def __init__(self, seat: Asking, generation: int, attempt: int, host: str, size: int, timeout_s: float) -> None:
+    def __init__(self, runtime: Asking, generation: int, attempt: int, host: str, size: int, timeout_s: float) -> None:
         super().__init__()
         self.locate: Callable[[bytes], int] = lambda blob: 0
         self.address: tuple[str, int] | None = None  # of our device, as soon as gloo has said it
         self.door: Door | None = None  # to say along with it
         self.place = DevicePlace()  # this too
         self.tunnels: Tunnels | None = None  # by which members on other nodes are reached
-        self._seat = seat
+        self._runtime = runtime
         self._generation, self._attempt, self._host = generation, attempt, host
         self._size, self._timeout_s = size, timeout_s
         self._changed = threading.Condition()
@@ -120,11 +120,11 @@ class GroupStore(Store):
         with self._changed:
             mine = dict(self._mine)
         if mine:
-            self._seat.ask(messages.StoreSet(self._generation, str(self._attempt), mine), lambda answer: None)
+            self._runtime.ask(messages.StoreSet(self._generation, str(self._attempt), mine), lambda answer: None)
 
     def say_failed(self) -> None:
         """Tell the peers that this attempt came to nothing here, so that they go on to the next one."""
-        self._seat.ask(messages.StoreSet(self._generation, str(self._attempt), {_FAILED: b"1"}), lambda answer: None)
+        self._runtime.ask(messages.StoreSet(self._generation, str(self._attempt), {_FAILED: b"1"}), lambda answer: None)
 
     # ------------------------------------------------------------ what gloo calls
 
@@ -201,7 +201,7 @@ class GroupStore(Store):
                 answers.append(answer)
                 self._changed.notify_all()
 
-        self._seat.ask(messages.StoreGet(self._generation, str(self._attempt), keys, wait_s), answered)
+        self._runtime.ask(messages.StoreGet(self._generation, str(self._attempt), keys, wait_s), answered)
         with self._changed:
             self._changed.wait_for(lambda: bool(answers) or self._cancelled, wait_s + self._timeout_s)
             if not answers or not isinstance(answers[0], StoreValues):

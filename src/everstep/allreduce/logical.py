@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everstep.allreduce.flats import BucketLayout, Flats
+from everstep.allreduce.gradient_buckets import BucketLayout, GradientBuckets
 from everstep.allreduce.step import GroupWork, StepAttempt
 
 Range = tuple[int, int]
@@ -76,9 +76,9 @@ class PartSums:
     def __init__(self, layout: BucketLayout, parts: int) -> None:
         self.parts = parts
         self._layout = layout
-        self._free: list[Flats] = []
-        self._all: list[Flats] = []
-        self._nodes: list[tuple[Range, Flats]] = []
+        self._free: list[GradientBuckets] = []
+        self._all: list[GradientBuckets] = []
+        self._nodes: list[tuple[Range, GradientBuckets]] = []
         self._parents: dict[Range, Range] = {}
         self._learn((0, parts))
 
@@ -91,7 +91,7 @@ class PartSums:
                 self._parents[half] = node
                 self._learn(half)
 
-    def all(self) -> list[Flats]:
+    def all(self) -> list[GradientBuckets]:
         return self._all
 
     def begin(self) -> None:
@@ -99,16 +99,16 @@ class PartSums:
         self._nodes.clear()
         self._free = list(self._all)
 
-    def take(self) -> Flats:
+    def take(self) -> GradientBuckets:
         """Return a set of flat tensors to fill; its old content is still there."""
         if not self._free:
-            self._all.append(Flats(self._layout))
+            self._all.append(GradientBuckets(self._layout))
             self._free.append(self._all[-1])
         return self._free.pop()
 
-    def push(self, part: int, flats: Flats) -> None:
-        """Add the sums of ``part``; parts come in order. ``flats`` is changed later."""
-        self._nodes.append(((part, part + 1), flats))
+    def push(self, part: int, buckets: GradientBuckets) -> None:
+        """Add the sums of ``part``; parts come in order. ``buckets`` is changed later."""
+        self._nodes.append(((part, part + 1), buckets))
         while len(self._nodes) > 1:
             (left, a), (right, b) = self._nodes[-2:]
             parent = self._parents.get(right)
@@ -124,31 +124,31 @@ class PartSums:
             return False
         return step.collective.host_sums and all(d in _EXACT for d, _ in self._layout.kinds)
 
-    def fold(self, last: Flats, number: int) -> Tensor:
+    def fold(self, last: GradientBuckets, number: int) -> Tensor:
         """Return bucket ``number`` of this member's sum, where that is a whole node of the tree; each bucket once.
         ``last``: of its last part, complete in that bucket. What was pushed before it are the left siblings of its
         ancestors."""
-        total = last.flats[number]
+        total = last.tensors[number]
         for _, sums in reversed(self._nodes):
-            total = sums.flats[number].add_(total)
+            total = sums.tensors[number].add_(total)
         return total
 
-    def folded(self, last: Flats) -> Flats:
+    def folded(self, last: GradientBuckets) -> GradientBuckets:
         """Return where ``fold`` puts its sums."""
         return self._nodes[0][1] if self._nodes else last
 
-    def result(self) -> Flats:
+    def result(self) -> GradientBuckets:
         """Return where ``exchange`` shall put the whole sum."""
         if len(self._nodes) == 1 and self._nodes[0][0] == (0, self.parts):
             return self._nodes[0][1]
         return self.take()
 
-    def exchange(self, step: StepAttempt, result: Flats) -> None:
+    def exchange(self, step: StepAttempt, result: GradientBuckets) -> None:
         """Sum over all members, in the tree's order, into ``result``. Raises what a broken collective raises."""
         if len(self._nodes) == 1 and self._nodes[0][1] is result:
             return
-        for number, flat in enumerate(result.flats):
-            self._exchange(step, [s.flats[number] for _, s in self._nodes], flat)
+        for number, flat in enumerate(result.tensors):
+            self._exchange(step, [s.tensors[number] for _, s in self._nodes], flat)
 
     def _exchange(self, step: StepAttempt, mine: list[Tensor], result: Tensor) -> None:
         group, n = step.collective, step.size

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from everstep.allreduce.parts import local
+from everstep.allreduce.dtensor import local
 
 STEPS: Final = 3
 """The first steps of a loop, which are looked at."""

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from everstep.allreduce.collective import CollectiveError
-from everstep.allreduce.flats import BucketLayout, Flats, Measured, join_digests, measure, told
+from everstep.allreduce.gradient_buckets import BucketLayout, GradientBuckets, Measured, join_digests, measure, told
 from everstep.allreduce.group_buffers import Buffers
 from everstep.allreduce.logical import PartSums
 from everstep.allreduce.step import GroupWork, StepAttempt
@@ -83,7 +83,7 @@ class Reducer:
         self._on_end = on_end
         n = len(self.params)
         self._layout = BucketLayout(self._shapes(), n + _FLAGS + self.buffers.tail)
-        self._flats = self._new_flats()
+        self._buckets = self._new_buckets()
         self._parts = PartSums(self._layout, parts) if parts else None
         self._step: StepAttempt | None = None
         self._micro: Micro | None = None
@@ -105,7 +105,9 @@ class Reducer:
         self.dead = False  # nothing of this iteration will stay: further backward passes are the script's own
         self.ordered = False  # the script uses the gradient of a round before the next one: several passes are swept
         self.anew = False  # another sweep over the step's micro-batches has to follow
-        self._known: list[tuple[Flats, list[bool]]] = []  # where a step is swept: its rounds' gradients, and _active
+        self._known: list[
+            tuple[GradientBuckets, list[bool]]
+        ] = []  # where a step is swept: its rounds' gradients, and _active
         self._collected = False  # this iteration has reduced the round that its sweep is for
         self._stale_begun: list[bool] = []
         self.sweeps = True  # several micro-batches may be swept once for each round
@@ -170,8 +172,8 @@ class Reducer:
         """Return what lies in the flat memory, as long as it is here."""
         return self.params
 
-    def _new_flats(self) -> Flats:
-        return Flats(self._layout)
+    def _new_buckets(self) -> GradientBuckets:
+        return GradientBuckets(self._layout)
 
     def _mine(self, tensor: Tensor) -> Tensor:
         """Return what there is of a parameter or gradient in this process."""
@@ -187,7 +189,7 @@ class Reducer:
         self._step = step
         self._works.clear()
         if self._broken is not None:  # a collective that was given up may still write into that memory
-            self._flats = self._new_flats()
+            self._buckets = self._new_buckets()
             self._broken = None
             if self._parts is not None:
                 self._parts = PartSums(self._layout, self._parts.parts)
@@ -247,8 +249,8 @@ class Reducer:
         self._seen = [False] * len(self.params)
         self._pending = [len(b) for b in self._layout.buckets]
         if self._parts is not None and micro.part >= 0:
-            self._flats = self._parts.take()
-            self._flats.tail[: len(self.params) + _FLAGS].zero_()  # of parts only the last one says something
+            self._buckets = self._parts.take()
+            self._buckets.tail[: len(self.params) + _FLAGS].zero_()  # of parts only the last one says something
             self._touched = [False] * len(self.params)
             self._fresh = True
 
@@ -260,7 +262,7 @@ class Reducer:
         self.buffers.roll_back()
         if self._parts is not None and self._micro is not None and self._micro.part >= 0:
             self._zero_untouched()
-            self._parts.push(self._micro.part, self._flats)
+            self._parts.push(self._micro.part, self._buckets)
         self._begin_again()
 
     def put_back(self) -> None:
@@ -270,7 +272,7 @@ class Reducer:
         for i, p in enumerate(self.params):
             held = carried.get(i, kept.get(i))
             if held is None and i in self._zeros:
-                held = self._gradient(p, self._flats.views[i].zero_())
+                held = self._gradient(p, self._buckets.views[i].zero_())
             p.grad = held
 
     def _begin_again(self) -> None:
@@ -318,12 +320,14 @@ class Reducer:
         """Put the gradient of a round, whose reduced one is known, where the script expects it."""
         self._ended = True
         known, active = self._known[self.rounds]
-        flats = Flats(self._layout, [flat.clone() for flat in known.flats])  # the script may change it in place
+        buckets = GradientBuckets(
+            self._layout, [flat.clone() for flat in known.tensors]
+        )  # the script may change it in place
         self.buffers.begin_unsure()
-        self.buffers.commit(flats.tail[len(self.params) + _FLAGS :] if self.buffers.tail else flats.tail)
+        self.buffers.commit(buckets.tail[len(self.params) + _FLAGS :] if self.buffers.tail else buckets.tail)
         self._active, mine = active, self._active
         self._set_unseen_aside()
-        self._place(flats, False, True, False)
+        self._place(buckets, False, True, False)
         self._active = mine
 
     def remember(self) -> None:
@@ -334,7 +338,7 @@ class Reducer:
                 f"{len(self._known)} the time before: what decides it must be the same, e.g. job.step"
             )
         self._collected = True
-        kept = Flats(self._layout, [flat.clone() for flat in self._flats.flats])
+        kept = GradientBuckets(self._layout, [flat.clone() for flat in self._buckets.tensors])
         self._known.append((kept, list(self._active)))
 
     def close_micro(self) -> None:
@@ -405,7 +409,7 @@ class Reducer:
             self._fresh = True
             if self._parts is not None:
                 self._parts.begin()
-                self._flats = self._parts.take()
+                self._buckets = self._parts.take()
 
     def _set_aside(self, i: int, held: Tensor) -> None:
         p = self.params[i]
@@ -423,8 +427,8 @@ class Reducer:
         p.grad = None
 
     def _storages(self) -> set[int]:
-        sets = [self._flats] if self._parts is None else [self._flats, *self._parts.all()]
-        return {f.untyped_storage().data_ptr() for s in sets for f in s.flats}
+        sets = [self._buckets] if self._parts is None else [self._buckets, *self._parts.all()]
+        return {f.untyped_storage().data_ptr() for s in sets for f in s.tensors}
 
     def _after(self, i: int, p: nn.Parameter) -> None:
         if not self._open or self.dead:
@@ -440,7 +444,7 @@ class Reducer:
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_over)
         if p.grad is None:
             return
-        grad, view, weight = self._mine(p.grad), self._flats.views[i], self._scale
+        grad, view, weight = self._mine(p.grad), self._buckets.views[i], self._scale
         if grad.layout != torch.strided:
             raise ScriptError(f"the gradient of {self.names[i]!r} is sparse: build its nn.Embedding with sparse=False")
         if self.replays:
@@ -507,7 +511,7 @@ class Reducer:
             number = len(self._works)
             if number == len(self._pending) - 1:
                 self._fill_tail()
-            flat = self._flats.flats[number] if self._parts is None else self._parts.fold(self._flats, number)
+            flat = self._buckets.tensors[number] if self._parts is None else self._parts.fold(self._buckets, number)
             with self._tried():
                 self._works.append(step.collective.allreduce(flat))
             if self._broken is not None:
@@ -526,14 +530,14 @@ class Reducer:
         self._pending = [0] * len(self._pending)
         if self._parts is not None and self._direct:
             self._launch()
-            self._flats = self._parts.folded(self._flats)
+            self._buckets = self._parts.folded(self._buckets)
         elif self._parts is not None:
             self._fill_tail()
             if micro.part >= 0:
-                self._parts.push(micro.part, self._flats)
-            self._flats = self._parts.result()
+                self._parts.push(micro.part, self._buckets)
+            self._buckets = self._parts.result()
             with self._tried():
-                self._parts.exchange(step, self._flats)
+                self._parts.exchange(step, self._buckets)
         else:
             self._launch()
             if step.size == 1:
@@ -543,7 +547,7 @@ class Reducer:
         if meanwhile is not None:
             meanwhile()
         measured: list[Measured] = []
-        for number, flat in enumerate(self._flats.flats):
+        for number, flat in enumerate(self._buckets.tensors):
             if self._broken is None and number < len(self._works):
                 with self._tried():
                     self._works[number].wait()
@@ -569,18 +573,18 @@ class Reducer:
         if self._parts is not None:
             micro = self._micro
             if micro is not None and micro.part >= 0:
-                self._parts.push(micro.part, self._flats)
-            self._flats = self._parts.result()
+                self._parts.push(micro.part, self._buckets)
+            self._buckets = self._parts.result()
             with self._tried():
-                self._parts.exchange(step, self._flats)
-        flats = [flat for flat, active in zip(self._flats.flats, self._active, strict=True) if active]
+                self._parts.exchange(step, self._buckets)
+        tensors = [flat for flat, active in zip(self._buckets.tensors, self._active, strict=True) if active]
         with self._tried():
             if step.size > 1 and self._parts is None:
-                for work in [step.collective.allreduce(flat) for flat in flats]:
+                for work in [step.collective.allreduce(flat) for flat in tensors]:
                     work.wait()
         if self._broken is not None:
             return None
-        measured = [measure(flat) for flat in flats]
+        measured = [measure(flat) for flat in tensors]
         found = told(measured)
         return ReducedStep(join_digests([sums for sums, _ in found]), all(fine for _, fine in found))
 
@@ -640,7 +644,7 @@ class Reducer:
             p.grad = None
             if self.replays:
                 continue
-            view, weight, mine = self._flats.views[i], self._scale, self._mine(grad).detach()
+            view, weight, mine = self._buckets.views[i], self._scale, self._mine(grad).detach()
             if self._touched[i]:
                 view.add_(mine, alpha=weight)
             else:
@@ -654,7 +658,7 @@ class Reducer:
         """Do what ``place`` will do in nearly every step, while others reduce."""
         self._placed = not self.carried
         if self._placed:
-            for p, view in zip(self.params, self._flats.views, strict=True):
+            for p, view in zip(self.params, self._buckets.views, strict=True):
                 p.grad = self._gradient(p, view)
 
     @property
@@ -669,10 +673,10 @@ class Reducer:
         ``final``: it may be put back yet, so what the script accumulates is not changed."""
         placed, self._placed = self._placed, False
         self.dead = not committed
-        self._place(self._flats, placed, committed, final)
+        self._place(self._buckets, placed, committed, final)
 
-    def _place(self, flats: Flats, placed: bool, committed: bool, final: bool) -> None:
-        used = flats.said(0, len(self.params))
+    def _place(self, buckets: GradientBuckets, placed: bool, committed: bool, final: bool) -> None:
+        used = buckets.said(0, len(self.params))
         self.stale = [stale and not one for stale, one in zip(self.stale, used, strict=True)]
         all_used = min(used) > 0
         if placed and committed and all_used:
@@ -681,7 +685,7 @@ class Reducer:
         for i, p in enumerate(self.params):
             if not self._active[self._layout.bucket_of[i]]:
                 continue
-            view = flats.views[i]
+            view = buckets.views[i]
             before = self.carried.get(i)
             if not committed:
                 view.zero_()
@@ -725,19 +729,19 @@ class Reducer:
 
     def first_nonfinite(self) -> str:
         """Return the name of the first parameter whose reduced gradient is not finite; "" if none."""
-        views = zip(self.names, self._flats.views, strict=True)
+        views = zip(self.names, self._buckets.views, strict=True)
         return next((name for name, view in views if not bool(torch.isfinite(view).all())), "")
 
     # ------------------------------------------------------------ the tail
 
     def _flags(self) -> list[float]:
         n = len(self.params)
-        return self._flats.said(n, n + _FLAGS)
+        return self._buckets.said(n, n + _FLAGS)
 
     def _buffer_tail(self) -> Tensor:
         if not self.buffers.tail:
-            return self._flats.tail  # nobody reads it
-        return self._flats.tail[len(self.params) + _FLAGS :]
+            return self._buckets.tail  # nobody reads it
+        return self._buckets.tail[len(self.params) + _FLAGS :]
 
     def _collect_buffers(self) -> None:
         assert self._step is not None
@@ -760,7 +764,7 @@ class Reducer:
         if self.stepped is not None:
             said[n + (_STEPPED if self.stepped else _NOT_STEPPED)] = 1.0
         said[n + _SEVERAL] = float(self.several)
-        self._flats.say(said)
+        self._buckets.say(said)
 
     def _check_flags(self) -> None:
         assert self._step is not None
@@ -780,7 +784,7 @@ class Reducer:
         self._set_unseen_aside()
         for i, touched in enumerate(self._touched):
             if not touched and self._active[self._layout.bucket_of[i]]:
-                self._flats.views[i].zero_()
+                self._buckets.views[i].zero_()
 
     def _set_unseen_aside(self) -> None:
         if self.dead:

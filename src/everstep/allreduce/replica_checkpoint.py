@@ -21,15 +21,15 @@ import msgspec
 import torch
 
 from everstep import faultpoints
+from everstep.allreduce.member_runtime import MemberRuntime
 from everstep.allreduce.serialize import Packed, Unpacker
 from everstep.allreduce.state import ReplicaState
-from everstep.allreduce.station import Station
 from everstep.brain.events import Refused, ReplicaWritten
 from everstep.config.spec import JobSpec
 from everstep.errors import CheckpointError, EverstepError, StorageError
 from everstep.machines.idle_slot import Budget, IdleSlot
 from everstep.model.group import Mark
-from everstep.model.image import ImageFile, Manifest, ReplicaImage
+from everstep.model.snapshot import CheckpointFile, Manifest, ReplicaCopy
 from everstep.net.messages import TakeReplica
 from everstep.net.retry import Deadline, backoff, retry
 from everstep.protect.manifest import ManifestTrust, list_checkpoints, read_manifest, reading
@@ -48,7 +48,7 @@ logger = logging.getLogger("everstep.worker")
 
 
 class Copied(NamedTuple):
-    """Is a snapshot to be written: the fields of ``ReplicaImage`` that are known when it is taken."""
+    """Is a snapshot to be written: the fields of ``ReplicaCopy`` that are known when it is taken."""
 
     packed: Packed
     mark: Mark
@@ -60,14 +60,14 @@ class Copied(NamedTuple):
 class ReplicaWriter:
     """``boundary`` is for the thread that trains; ``order`` and ``settled`` for any. One checkpoint at a time."""
 
-    def __init__(self, state: ReplicaState, seat: Station) -> None:
-        self._state, self._seat = state, seat
+    def __init__(self, state: ReplicaState, runtime: MemberRuntime) -> None:
+        self._state, self._runtime = state, runtime
         self.origin = 0
         self.saved: Mark | None = None  # of the newest one that the master took
         self._lock = threading.Condition()
         self._order: TakeReplica | None = None
         self._busy = 0  # number of the one being written
-        self._told: dict[int, ReplicaImage] = {}  # the last one that was taken: said again when ordered again
+        self._told: dict[int, ReplicaCopy] = {}  # the last one that was taken: said again when ordered again
         self._settled = 0
         self._spare: torch.Tensor | None = None
         self._closed = False
@@ -135,11 +135,11 @@ class ReplicaWriter:
 
     # ------------------------------------------------------------ the thread
 
-    def _work(self, order: TakeReplica, copied: Copied, again: ReplicaImage | None) -> None:
+    def _work(self, order: TakeReplica, copied: Copied, again: ReplicaCopy | None) -> None:
         packed, mark = copied.packed, copied.mark
         try:
-            error, image = "", again
-            if image is None:
+            error, snapshot = "", again
+            if snapshot is None:
                 began = time.monotonic()
                 try:
                     if 0 < order.limit_bytes < packed.body.numel():
@@ -147,7 +147,7 @@ class ReplicaWriter:
                     file = self._write(order, packed, mark)
                     if order.model:
                         self._leave_model(order, packed, mark)
-                    image = ReplicaImage(
+                    snapshot = ReplicaCopy(
                         mark=mark,
                         file=file,
                         origin=self.origin,
@@ -160,8 +160,8 @@ class ReplicaWriter:
                     logger.info("checkpoint %d: %d bytes in %.3f s", order.checkpoint, file.size_bytes, took_s)
                 except EverstepError as failed:
                     error = str(failed)
-            if image is None or self._wait_settled(image.mark):
-                self._tell(order.checkpoint, image, error)
+            if snapshot is None or self._wait_settled(snapshot.mark):
+                self._tell(order.checkpoint, snapshot, error)
         except EverstepError as failed:
             logger.warning("checkpoint %d: %s", order.checkpoint, failed)
         finally:
@@ -194,27 +194,27 @@ class ReplicaWriter:
         """Raises StorageError, ConfigError, PlatformError."""
         with model_folder(order.model) as folder:
             found = state_dicts(packed, f"the state of step {mark.step}")
-            write_state(found, folder, {"job": self._seat.spec.name, "step": str(mark.step)})
+            write_state(found, folder, {"job": self._runtime.spec.name, "step": str(mark.step)})
 
-    def _write(self, order: TakeReplica, packed: Packed, mark: Mark) -> ImageFile:
+    def _write(self, order: TakeReplica, packed: Packed, mark: Mark) -> CheckpointFile:
         """Write the file, durable on return. Raises StorageError, ConfigError."""
-        seat = self._seat
+        runtime = self._runtime
         head = ReplicaHead(
-            job=seat.spec.name,
+            job=runtime.spec.name,
             checkpoint=order.checkpoint,
             mark=mark,
             header_bytes=len(packed.header),
             body_bytes=packed.body.numel(),
         )
         token = secrets.token_hex(4)
-        path = f"images/{order.checkpoint:06d}/replica-{seat.slot}.{seat.incarnation}-{token}.rep"
+        path = f"images/{order.checkpoint:06d}/replica-{runtime.slot}.{runtime.incarnation}-{token}.rep"
         deadline = Deadline(WRITE_S)
 
         def wait(seconds: float) -> None:
             with self._lock:
                 self._lock.wait_for(lambda: self._closed, seconds)
 
-        def attempt() -> ImageFile:
+        def attempt() -> CheckpointFile:
             with open_place(order.url).create(path) as file:
                 body = packed.body.numpy().data
                 written = write_replica_file(file.write, head, packed.header, body, self._pacer())
@@ -235,20 +235,20 @@ class ReplicaWriter:
                 self._settled >= mark.step
             )
 
-    def _tell(self, checkpoint: int, image: ReplicaImage | None, error: str) -> None:
-        seat = self._seat
+    def _tell(self, checkpoint: int, snapshot: ReplicaCopy | None, error: str) -> None:
+        runtime = self._runtime
         deadline = Deadline(TELL_S, "the master's answer about a checkpoint")
         for wait_s in backoff(0.05, 1.0):
             with self._lock:
                 if self._lock.wait_for(lambda: self._closed, wait_s):
                     return
             deadline.check()
-            answer = seat.call(ReplicaWritten(checkpoint, image, error), deadline.left_s)
+            answer = runtime.call(ReplicaWritten(checkpoint, snapshot, error), deadline.left_s)
             if not isinstance(answer, Refused):
                 break
-        if image is not None:
-            self._told = {checkpoint: image}
-            self.saved = image.mark
+        if snapshot is not None:
+            self._told = {checkpoint: snapshot}
+            self.saved = snapshot.mark
 
 
 # ---------------------------------------------------------------- back
@@ -256,7 +256,7 @@ class ReplicaWriter:
 
 def find_replica(spec: JobSpec, run_dir: Path, checkpoint: int, key: bytes) -> tuple[StoragePlace, Manifest]:
     """Find this job's own checkpoint, or that of the one it goes on from (numbers are never used twice). ``key``: see
-    ``protect.sources.ImageSources``. Raises CheckpointError, StorageError."""
+    ``protect.sources.SnapshotSources``. Raises CheckpointError, StorageError."""
     trust = ManifestTrust(key=key, digests=spec.trusted)
     urls = [url for url in dict.fromkeys((own_url(spec, run_dir), spec.resume_from)) if url]
     for url in urls:

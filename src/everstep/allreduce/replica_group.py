@@ -1,14 +1,14 @@
 """Connects the processes of one worker (``agent.unit``): what its leader tells the others, and what they answer.
 
-The leader alone is a member of the group: it connects, votes and keeps the state for peers and checkpoints. Its mates
-do what it says, at two places of their script: between two steps (train this step; help to read out or to load the
-state; the loop is over; leave) and at the end of backward (the gradient is reduced; the step is committed, or not). So
-all processes of a worker leave an iteration with the same outcome, and what the script then does with all of them (the
-norm of a sharded gradient is a collective) meets.
+The leader alone is a member of the group: it connects, votes and keeps the state for peers and checkpoints. Its
+followers do what it says, at two places of their script: between two steps (train this step; help to read out or to
+load the state; the loop is over; leave) and at the end of backward (the gradient is reduced; the step is committed, or
+not). So all processes of a worker leave an iteration with the same outcome, and what the script then does with all of
+them (the norm of a sharded gradient is a collective) meets.
 
 Messages are small, over socket pairs; state goes over the worker's own torch process group, gradients lie in memory
-that a mate shares with its leader. A wait here ends at the latest with the process on the other side, whose end ends
-this one (``agent.unit``).
+that a follower shares with its leader. A wait here ends at the latest with the process on the other side, whose end
+ends this one (``agent.unit``).
 """
 
 from __future__ import annotations
@@ -93,15 +93,16 @@ class Voted(msgspec.Struct, frozen=True, tag="voted"):
 
 
 class Full(msgspec.Struct, frozen=True, tag="full"):
-    """From a mate: the gradients of the step are in its memory. ``flats``: elements and dtype of each tensor in there,
-    one after the other, where the memory is new (it comes along then); ``tail``: elements at the end of the last."""
+    """From a follower: the gradients of the step are in its memory. ``tensors``: elements and dtype of each tensor in
+    there, one after the other, where the memory is new (it comes along then); ``tail``: elements at the end of the
+    last."""
 
     tail: int
-    flats: tuple[tuple[int, str], ...] = ()
+    tensors: tuple[tuple[int, str], ...] = ()
 
 
 class Summed(msgspec.Struct, frozen=True, tag="summed"):
-    """Answers ``Sum``, from a mate."""
+    """Answers ``Sum``, from a follower."""
 
     digest: int
 
@@ -116,7 +117,7 @@ class Unit:
     """Is the processes of this worker, seen from one of them. ``index``: its own, 0 is the leader."""
 
     def __init__(self, index: int, size: int, links: list[socket.socket]) -> None:
-        """Take ``links``: of the leader, to mates 1, 2, ...; of a mate, to the leader."""
+        """Take ``links``: of the leader, to followers 1, 2, ...; of a follower, to the leader."""
         self.index, self.size = index, size
         self.chief = False  # as the leader said last: the same in all processes
         self._links = links
@@ -144,27 +145,27 @@ class Unit:
         return self.index == 0
 
     @property
-    def mates(self) -> range:
+    def followers(self) -> range:
         """Return the indices of the others, as the leader sees them."""
         return range(1, self.size)
 
     # ------------------------------------------------------------ words
 
-    def tell(self, mate: int, message: Message) -> None:
-        """Tell the mates, as the leader."""
-        self._send(self._links[mate - 1], message, None)
+    def tell(self, follower: int, message: Message) -> None:
+        """Tell the followers, as the leader."""
+        self._send(self._links[follower - 1], message, None)
 
     def tell_all(self, message: Message) -> None:
-        for mate in self.mates:
-            self.tell(mate, message)
+        for follower in self.followers:
+            self.tell(follower, message)
 
     def answer(self, message: Message, fd: int | None = None) -> None:
-        """Answer the leader, as a mate; ``fd``: goes along."""
+        """Answer the leader, as a follower; ``fd``: goes along."""
         self._send(self._links[0], message, fd)
 
-    def hear(self, kind: type[M], mate: int = 1) -> M:
-        """Return the next message, which has to be of this kind: from the leader, or from this mate."""
-        message, fds = self._receive(mate)
+    def hear(self, kind: type[M], follower: int = 1) -> M:
+        """Return the next message, which has to be of this kind: from the leader, or from this follower."""
+        message, fds = self._receive(follower)
         for fd in fds:
             os.close(fd)
         if not isinstance(message, kind):
@@ -172,19 +173,19 @@ class Unit:
         return message
 
     def hear_any(self) -> Message:
-        """Return the leader's next word, as a mate."""
+        """Return the leader's next word, as a follower."""
         return self._receive(1)[0]
 
-    def hear_full(self, mate: int) -> tuple[Full, int | None]:
-        """Of the leader: a mate has its gradients ready; with the memory, if that is new."""
-        message, fds = self._receive(mate)
+    def hear_full(self, follower: int) -> tuple[Full, int | None]:
+        """Of the leader: a follower has its gradients ready; with the memory, if that is new."""
+        message, fds = self._receive(follower)
         if not isinstance(message, Full):
-            raise InternalError(f"process {mate} of this worker says {message!r} at the end of backward")
+            raise InternalError(f"process {follower} of this worker says {message!r} at the end of backward")
         return message, fds[0] if fds else None
 
     @contextmanager
     def ordered(self, message: Message) -> Iterator[None]:
-        """Of the leader: mates do this now, and the caller with them. One thing at a time; from any thread."""
+        """Of the leader: followers do this now, and the caller with them. One thing at a time; from any thread."""
         with self._ordering:
             self.tell_all(message)
             yield
@@ -201,8 +202,8 @@ class Unit:
         except OSError as error:
             raise PlatformError(f"a process of this worker is gone ({error})") from None
 
-    def _receive(self, mate: int) -> tuple[Message, list[int]]:
-        link = self._links[mate - 1 if self.leads else 0]
+    def _receive(self, follower: int) -> tuple[Message, list[int]]:
+        link = self._links[follower - 1 if self.leads else 0]
         try:
             data, fds, _, _ = socket.recv_fds(link, _MAX_BYTES, _FDS)
         except OSError as error:

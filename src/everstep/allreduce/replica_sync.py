@@ -19,11 +19,11 @@ from typing import Any
 
 from everstep import faultpoints
 from everstep.allreduce.handover import Connect, StateFollower, fetch
+from everstep.allreduce.member_runtime import MemberRuntime
 from everstep.allreduce.replica_checkpoint import ReplicaWriter, find_replica, read_replica
 from everstep.allreduce.serialize import Packed
 from everstep.allreduce.state import ReplicaState
 from everstep.allreduce.state_source import StateSource
-from everstep.allreduce.station import Station
 from everstep.errors import (
     DeadlineError,
     EverstepError,
@@ -55,12 +55,12 @@ class ReplicaKeeper:
     ``has_state``: this member's state is one of the group's; whoever learns that all of them are void puts it to False.
     """
 
-    def __init__(self, state: ReplicaState, seat: Station, *, host: str | None = None) -> None:
+    def __init__(self, state: ReplicaState, runtime: MemberRuntime, *, host: str | None = None) -> None:
         """Take ``host``: by which other nodes reach this one ("EVERSTEP_HOST" of the environment). Raises ConfigError
         (secret), PlatformError (sockets)."""
-        self._state, self._seat = state, seat
+        self._state, self._runtime = state, runtime
         self.source = StateSource(state)
-        self.writer = ReplicaWriter(state, seat)
+        self.writer = ReplicaWriter(state, runtime)
         self._rank = -1
         self.on_synced: Callable[[], None] | None = None
         self.on_error: Callable[[EverstepError], None] | None = None
@@ -74,9 +74,9 @@ class ReplicaKeeper:
         self._lock = threading.Lock()
         self._server: DataServer | None = None
         self._secret: Secret | None = None
-        if not seat.embedded:
-            faultpoints.begin("worker", seat.slot, seat.incarnation)
-            orders: Any = seat  # a WorkerSeat: the embedded one has no master that would order anything
+        if not runtime.embedded:
+            faultpoints.begin("worker", runtime.slot, runtime.incarnation)
+            orders: Any = runtime  # a ProcessRuntime: the embedded one has no master that would order anything
             orders.on_replica = self.order
             self._listen(os.environ.get("EVERSTEP_HOST", "") if host is None else host)
 
@@ -84,16 +84,16 @@ class ReplicaKeeper:
         return f"<ReplicaKeeper at {self._state.mark}, origin {self.origin}, {self._follower or self.source!r}>"
 
     def _listen(self, host: str) -> None:
-        seat = self._seat
-        self._secret = load_secret(seat.run_dir / SECRET_FILE)
-        path = worker_socket(seat.slot)
-        listeners: list[socket.socket] = [listen_unix(seat.run_dir / path)]
+        runtime = self._runtime
+        self._secret = load_secret(runtime.run_dir / SECRET_FILE)
+        path = worker_socket(runtime.slot)
+        listeners: list[socket.socket] = [listen_unix(runtime.run_dir / path)]
         port = 0
-        if seat.spec.bind and host:
+        if runtime.spec.bind and host:
             listeners.append(listen_tcp(host, 0))
             port = listeners[-1].getsockname()[1]
         self.address = Address(self._node, path, host if port else "", port)
-        tls = seat.spec.tls == "all" and bool(port)
+        tls = runtime.spec.tls == "all" and bool(port)
         self._server = DataServer(self.source, listeners, self._secret, self._identity(), tls=tls)
 
     @property
@@ -103,22 +103,22 @@ class ReplicaKeeper:
 
     @property
     def _node(self) -> NodeId:
-        return NodeId(str(getattr(self._seat, "node", "node0")))
+        return NodeId(str(getattr(self._runtime, "node", "node0")))
 
     def _identity(self) -> Identity:
-        seat = self._seat
+        runtime = self._runtime
         return Identity(
             purpose="data",
             role="worker",
-            slot=seat.slot,
-            incarnation=seat.incarnation,
+            slot=runtime.slot,
+            incarnation=runtime.incarnation,
             node=self._node,
             pid=os.getpid(),
         )
 
     @property
     def _me(self) -> tuple[Slot, Incarnation]:
-        return self._seat.slot, self._seat.incarnation
+        return self._runtime.slot, self._runtime.incarnation
 
     # ------------------------------------------------------------ facts
 
@@ -199,8 +199,8 @@ class ReplicaKeeper:
             member.address,
             secret=self._secret,
             identity=self._identity(),
-            run_dir=self._seat.run_dir,
-            tls=self._seat.spec.tls,
+            run_dir=self._runtime.run_dir,
+            tls=self._runtime.spec.tls,
             expect=(member.slot, member.incarnation),
         )
 
@@ -209,7 +209,7 @@ class ReplicaKeeper:
             self.on_synced()
 
     def _failed(self, error: EverstepError) -> None:
-        logger.error("worker:%s cannot join: %s", self._seat.slot, error)
+        logger.error("worker:%s cannot join: %s", self._runtime.slot, error)
         if self.on_error is not None:
             self.on_error(error)
 
@@ -294,7 +294,7 @@ class ReplicaKeeper:
         if 2 * times > len(rows):
             return [tuple(row) for row in rows].index(most)
         ranks = sorted(range(len(rows)), key=lambda r: group.members[r].slot)
-        match self._seat.spec.heal_from:
+        match self._runtime.spec.heal_from:
             case "lowest":
                 return ranks[0]
             case "highest":
@@ -318,10 +318,11 @@ class ReplicaKeeper:
                 self.source.provide()
             if rank in behind:
                 if has and self.origin == group.origin and there:
-                    logger.error("worker:%s: our state differs from that of others", self._seat.slot)
+                    logger.error("worker:%s: our state differs from that of others", self._runtime.slot)
                 whole = self._copy(group.members[reference], mark.step, whole)
         raise PlatformError(
-            f"worker:{self._seat.slot} could not get the state of {group.members[reference]} in {FETCH_TRIES} attempts"
+            f"worker:{self._runtime.slot} could not get the state of {group.members[reference]} in "
+            f"{FETCH_TRIES} attempts"
         )
 
     def _copy(self, member: GroupMember, step: int, whole: bool) -> bool:
@@ -367,9 +368,9 @@ class ReplicaKeeper:
         self.source.reset()
 
     def _restore(self, checkpoint: int) -> None:
-        seat = self._seat
+        runtime = self._runtime
         key = self._secret.checkpoint_key if self._secret is not None else b""
-        place, manifest = find_replica(seat.spec, seat.run_dir, checkpoint, key)
+        place, manifest = find_replica(runtime.spec, runtime.run_dir, checkpoint, key)
         self._state.load(read_replica(place, manifest), f"checkpoint {checkpoint} of {place.url}")
         logger.info("loaded checkpoint %d of %s: step %d", checkpoint, place.url, self._state.mark.step)
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from everstep.allreduce.parts import local
+from everstep.allreduce.dtensor import local
 
 _EARLY_BYTES: Final = 1 << 16
 _EARLY_STEPS: Final = 2

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Final
 
 from torch import Tensor
 
-from everstep.allreduce import parts
-from everstep.allreduce.flats import Measured, digest_of, join_digests, measure, octets, told
+from everstep.allreduce import dtensor
+from everstep.allreduce.gradient_buckets import Measured, digest_of, join_digests, measure, octets, told
 
 if TYPE_CHECKING:
     from everstep.allreduce.state import ReplicaState
@@ -33,13 +33,13 @@ class TensorPiece:
 
     def __init__(self, tensor: Tensor, lo: int, hi: int) -> None:
         self.tensor, self.lo, self.hi = tensor, lo, hi
-        mine = parts.local(tensor).detach()
+        mine = dtensor.local(tensor).detach()
         self._ptr = mine.data_ptr()
         self._octets = octets(mine.view(-1)[lo:hi]) if mine.is_contiguous() else None
 
     def measured(self) -> Measured:
         """Return its digest. Where the script has put other memory into the tensor, or freed it, that is looked at."""
-        known, mine = self._octets, parts.local(self.tensor)
+        known, mine = self._octets, dtensor.local(self.tensor)
         if known is not None and mine.data_ptr() == self._ptr:
             return digest_of(*known)
         return measure(mine.detach().reshape(-1)[self.lo : self.hi])
@@ -73,7 +73,7 @@ class RollingDigest:
     def _plan(self, shape: tuple[int, ...]) -> None:
         self._shape = shape
         tensors = [tensor for _, tensor in self._state.tensors() if tensor.numel()]
-        cut_of = [(id(t), parts.local(t).data_ptr(), t.numel()) for t in tensors]
+        cut_of = [(id(t), dtensor.local(t).data_ptr(), t.numel()) for t in tensors]
         if cut_of == self._cut_of:
             return
         self._cut_of = cut_of
@@ -85,7 +85,7 @@ class RollingDigest:
 
 
 def _cost(tensor: Tensor) -> int:
-    return parts.local(tensor).nbytes + _OVERHEAD_BYTES
+    return dtensor.local(tensor).nbytes + _OVERHEAD_BYTES
 
 
 def _cut(tensors: Sequence[Tensor], room: int) -> list[list[TensorPiece]]:
@@ -93,7 +93,7 @@ def _cut(tensors: Sequence[Tensor], room: int) -> list[list[TensorPiece]]:
     slices: list[list[TensorPiece]] = [[]]
     left = room
     for tensor in tensors:
-        mine = parts.local(tensor)
+        mine = dtensor.local(tensor)
         lo, n = 0, mine.numel()
         while lo < n:
             if left <= 0:

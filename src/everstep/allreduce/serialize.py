@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import torch
 
-from everstep.allreduce.parts import local, whole
+from everstep.allreduce.dtensor import local, whole
 from everstep.bounds import MALFORMED
 from everstep.errors import CheckpointError, ScriptError
 from everstep.model.group import Mark
@@ -76,10 +76,10 @@ class Packed(NamedTuple):
 class Packer:
     """Collects tensors and trees; ``pack`` copies the tensors, so that they may change afterwards."""
 
-    def __init__(self, *, parts: bool = False) -> None:
-        """Take ``parts``: of sharded tensors only what this process has; else the whole, for which every process that
-        has a part must come here too."""
-        self._parts = parts
+    def __init__(self, *, local_only: bool = False) -> None:
+        """Take ``local_only``: of sharded tensors only what this process has; else the whole, for which every process
+        that has a part must come here too."""
+        self._local_only = local_only
         self.entries: list[TensorEntry] = []
         self.tensors: list[torch.Tensor] = []
         self._end = 0
@@ -87,7 +87,7 @@ class Packer:
     def tensor(self, name: str, value: torch.Tensor) -> int:
         """Return its number. ScriptError: of a kind that has no plain bytes."""
         value = value.detach()
-        value = local(value) if self._parts else whole(value)
+        value = local(value) if self._local_only else whole(value)
         dtype = str(value.dtype).removeprefix("torch.")
         if dtype not in _DTYPES or value.layout != torch.strided or value.is_quantized or type(value) not in _PLAIN:
             kind = type(value).__name__ if type(value) not in _PLAIN else f"{value.layout}, {value.dtype}"

@@ -22,8 +22,8 @@ from everstep.allreduce.commits import Commits
 from everstep.allreduce.device_group import DeviceCollective
 from everstep.allreduce.group_machine import AbortGroup, Action, Connect, Counted, Follow, GroupMachine
 from everstep.allreduce.group_store import GroupStore
+from everstep.allreduce.member_runtime import MemberRuntime
 from everstep.allreduce.serialize import Packed
-from everstep.allreduce.station import Station
 from everstep.allreduce.step import BehindLoop, LeaveJob, StepAttempt, StepTables, VoteOutcome
 from everstep.allreduce.tunnel import INSIDE, Tunnels
 from everstep.brain.events import (
@@ -133,9 +133,9 @@ Connected = GlooCollective | Alone
 class Session:
     """See the top of this file, and ``allreduce.step.GroupSession``."""
 
-    def __init__(self, seat: Station, state: ReplicaOfMember, keeper: ReplicaCopies) -> None:
-        self.seat, self.state, self.keeper = seat, state, keeper
-        self.machine = GroupMachine(seat.slot, seat.incarnation)
+    def __init__(self, runtime: MemberRuntime, state: ReplicaOfMember, keeper: ReplicaCopies) -> None:
+        self.runtime, self.state, self.keeper = runtime, state, keeper
+        self.machine = GroupMachine(runtime.slot, runtime.incarnation)
         self.commits = Commits()
         self.failure: EverstepError | None = None
         self.redone = 0  # steps that were begun and did not commit here
@@ -188,7 +188,7 @@ class Session:
         keeper.on_error = self.fail
 
     def __repr__(self) -> str:
-        return f"<Session worker:{self.seat.slot} {self.machine} at {self.state.mark} {self.commits}>"
+        return f"<Session worker:{self.runtime.slot} {self.machine} at {self.state.mark} {self.commits}>"
 
     @property
     def mark(self) -> Mark:
@@ -204,14 +204,14 @@ class Session:
     def rehearsal(
         self, dataset: int, until_epoch: int, plan: ShardSchedule, batch_samples: int, largest: int = 0
     ) -> StepAttempt | None:
-        if self._entered or self.seat.embedded or self.tables is not None:
+        if self._entered or self.runtime.embedded or self.tables is not None:
             return None
         self.dataset, self.until_epoch, self.batch_samples = dataset, until_epoch, batch_samples
         self._rehearsing = True
         with contextlib.suppress(EverstepError):  # (``enter`` asks again, and waits for as long as it takes)
-            answer = self.seat.call(self._question(), _REHEARSAL_ASK_S)
+            answer = self.runtime.call(self._question(), _REHEARSAL_ASK_S)
             if isinstance(answer, Grouped) and answer.group is not None and self._has_time(answer.group):
-                cut = cut_step(answer.cursor, plan, until_epoch, batch_samples, self.seat.spec, 1)
+                cut = cut_step(answer.cursor, plan, until_epoch, batch_samples, self.runtime.spec, 1)
                 if cut is not None:
                     cut = msgspec.structs.replace(cut, micros=(within(cut.micros[0], largest)[:1],))
                     return StepAttempt.of(cut, answer.cursor, answer.group.generation, 0, Alone())
@@ -242,12 +242,14 @@ class Session:
         self._begin_loop()
         if not self._entered:
             self._entered = True
-            if not self.seat.embedded:
-                path = Path(self.seat.run_dir) / "audit" / f"worker-{self.seat.slot}.{self.seat.incarnation}.log"
+            if not self.runtime.embedded:
+                path = (
+                    Path(self.runtime.run_dir) / "audit" / f"worker-{self.runtime.slot}.{self.runtime.incarnation}.log"
+                )
                 header: dict[str, str | int] = {
                     "kind": "steps",
-                    "slot": int(self.seat.slot),
-                    "incarnation": int(self.seat.incarnation),
+                    "slot": int(self.runtime.slot),
+                    "incarnation": int(self.runtime.incarnation),
                 }
                 self._log = ChainWriter(path, header)
             self._thread = threading.Thread(target=self._attend, name="everstep-group", daemon=True)
@@ -313,7 +315,7 @@ class Session:
 
     def _cut_step(self, group: Group, stop: int = 0) -> StepCut | None:
         assert self.plan is not None
-        mark, spec, split = self.state.mark, self.seat.spec, self.machine.split
+        mark, spec, split = self.state.mark, self.runtime.spec, self.machine.split
         return cut_step(mark, self.plan, self.until_epoch, self.batch_samples, spec, group.size, split, stop)
 
     def vote(self, step: StepAttempt, digest: int, nonfinite: bool, state: int = 0) -> VoteOutcome:
@@ -340,7 +342,7 @@ class Session:
         )
         if not (nonfinite if votes is None else votes):
             return VoteOutcome.COMMITTED
-        if self.seat.spec.nonfinite == "raise":
+        if self.runtime.spec.nonfinite == "raise":
             raise NonFiniteGradientError(
                 f"the gradient of step {step.number} (epoch {step.epoch}, samples {step.lo} to {step.hi}) has NaN or "
                 "Inf; nothing of it was applied. Lower the learning rate, or run with --nonfinite skip"
@@ -379,7 +381,7 @@ class Session:
         self.keeper.settled(before if self.tables is None else min(before, self.tables.pushed))
 
     def behind_loop(self) -> BehindLoop:
-        group, spec = self.machine.present, self.seat.spec
+        group, spec = self.machine.present, self.runtime.spec
         passing = self._ahead is not None or group is None
         size = 1 if group is None else group.size
         factor = rate_of(spec, self.batch_samples, size, self.machine.split)
@@ -402,7 +404,7 @@ class Session:
             void = not self._tell_rest()
         if not failed and self._entered and not self._left and not void:
             with contextlib.suppress(EverstepError):
-                self.seat.call(GroupLeft(LeaveReason.DONE), _CLOSE_S)
+                self.runtime.call(GroupLeft(LeaveReason.DONE), _CLOSE_S)
                 self._keep_the_state()
         self._closed.set()
         with self._changed:
@@ -432,10 +434,10 @@ class Session:
     def _keep_the_state(self) -> None:
         """Our script is over, that of the chief is not: should the chief be lost, the one in its place gets the state
         from us, and does again what stands behind the loop."""
-        if self.seat.embedded:
+        if self.runtime.embedded:
             return
         while self.failure is None and not self._over:
-            answer = self.seat.call(messages.MayEnd(), NEWS_S)
+            answer = self.runtime.call(messages.MayEnd(), NEWS_S)
             if not isinstance(answer, Wait):
                 return
             until = time.monotonic() + answer.retry_after_s
@@ -523,7 +525,7 @@ class Session:
                 group, collective = self.machine.present, self._present
                 if group is None or collective is None or not self.machine.whole:
                     continue
-            rank = group.rank(self.seat.slot, self.seat.incarnation)
+            rank = group.rank(self.runtime.slot, self.runtime.incarnation)
             if not self._met and not self._meet(group, collective, rank):
                 continue
             if not group.hold:
@@ -705,7 +707,7 @@ class Session:
             return
         place = self._places.get(dataset)
         if place is None and mark.step:  # we came later: the journal has it since long
-            answer = self.seat.call(self._question(), NEWS_S)
+            answer = self.runtime.call(self._question(), NEWS_S)
             if isinstance(answer, Grouped) and answer.cursor.dataset == dataset:
                 place = answer.cursor.epoch, answer.cursor.position
         epoch, position = place or (0, 0)
@@ -782,7 +784,7 @@ class Session:
         self._looping, self._left = False, True
         if not self._leave_said:
             self._leave_said = True
-            self.seat.ask(GroupLeft(LeaveReason.ASKED), lambda answer: None)
+            self.runtime.ask(GroupLeft(LeaveReason.ASKED), lambda answer: None)
         status = self._leaving or 0
         raise LeaveJob(status)
 
@@ -831,7 +833,7 @@ class Session:
             self._ready[group.generation] = Alone()
             self._do(self.machine.connected(group.generation, attempt))
             return
-        rank = group.rank(self.seat.slot, self.seat.incarnation)
+        rank = group.rank(self.runtime.slot, self.runtime.incarnation)
         try:
             host = resolve(self._host(group, rank))
             tunnels = self._tunnels(group, rank, host)
@@ -842,7 +844,7 @@ class Session:
         host = INSIDE if tunnels is not None else host
         collective = DeviceCollective(rank, group.size, host, name, self.state.devices())
         collective.tunnels = tunnels
-        store = GroupStore(self.seat, group.generation, attempt, host, group.size, CONNECT_S)
+        store = GroupStore(self.runtime, group.generation, attempt, host, group.size, CONNECT_S)
         self._building = (collective, store)
         threading.Thread(
             target=self._build,
@@ -858,14 +860,14 @@ class Session:
         address = group.members[rank].address or self.keeper.address
         if address is None or not address.host:
             raise PlatformError(
-                f"worker:{self.seat.slot} has peers on other nodes and no address they could reach it by: give the job "
-                "--bind HOST:PORT, and everstep join --host HOST"
+                f"worker:{self.runtime.slot} has peers on other nodes and no address they could reach it by: give the "
+                "job --bind HOST:PORT, and everstep join --host HOST"
             )
         return address.host
 
     def _tunnels(self, group: Group, rank: int, host: str) -> Tunnels | None:
         """None: all members are on one node, or the job was told that gradients may travel in the clear."""
-        if self.seat.spec.tls != "all" or len({m.node for m in group.members}) == 1:
+        if self.runtime.spec.tls != "all" or len({m.node for m in group.members}) == 1:
             return None
         secret = self.keeper.secret
         if secret is None:
@@ -914,7 +916,7 @@ class Session:
             if answer.group.origin == line and answer.cursor.step >= question.mark.step:
                 self._sure = max(self._sure, loop)
 
-        self.seat.ask(question, answered)
+        self.runtime.ask(question, answered)
 
     def _question(self) -> GroupAsked:
         mark = self.state.mark if self.keeper.has_state else None
@@ -946,7 +948,7 @@ class Session:
             synced = self._synced
             if not synced or not self._looping or self._behind() or self.machine.present is not None:
                 return
-        self.seat.ask(GroupSynced(synced), lambda answer: None)
+        self.runtime.ask(GroupSynced(synced), lambda answer: None)
 
     def _attend(self) -> None:
         """Run the thread beside the loop: reports, stalls, and closing what was left."""
@@ -968,7 +970,7 @@ class Session:
     def _say_leaving(self) -> None:
         if self._leaving is not None and not self._leave_said:
             self._leave_said = True
-            self.seat.ask(GroupLeft(LeaveReason.ASKED), self._answered)
+            self.runtime.ask(GroupLeft(LeaveReason.ASKED), self._answered)
 
     def _say_met(self) -> None:
         """The present group has one state, and the journal has all steps before: who is new in it holds the state from
@@ -982,7 +984,7 @@ class Session:
             if self.commits.confirmed < self._met_at - 1:
                 return
             self._said_met = group.generation
-        self.seat.ask(GroupSynced(group.generation), lambda answer: None)
+        self.runtime.ask(GroupSynced(group.generation), lambda answer: None)
 
     def _log_settled(self) -> None:
         for committed in self.commits.to_log():
@@ -993,7 +995,7 @@ class Session:
     def _first(self) -> bool:
         """Whether this is the lowest rank of its group: the others have no haste."""
         present = self.machine.present
-        return present is not None and present.rank(self.seat.slot, self.seat.incarnation) == 0
+        return present is not None and present.rank(self.runtime.slot, self.runtime.incarnation) == 0
 
     def _tell(self, everybody: bool = False) -> None:
         """Tell the master what it has not confirmed: the lowest rank at once, the others when that takes too long."""
@@ -1021,7 +1023,7 @@ class Session:
                     self.commits.confirm(steps[-1].last)
             self._telling = 0.0
 
-        self.seat.ask(StepsCommitted(steps), told)
+        self.runtime.ask(StepsCommitted(steps), told)
 
     def _say_stalled(self) -> None:
         now = time.monotonic()
@@ -1038,7 +1040,7 @@ class Session:
                 return
             self._stalled_at = now
         stalled = GroupStalled(group.generation, self.state.mark.step, now - since)
-        self.seat.ask(stalled, self._answered)
+        self.runtime.ask(stalled, self._answered)
 
     def _close_retired(self, everything: bool = False) -> None:
         with self._changed:

@@ -3,7 +3,7 @@
 FSDP reduce-scatters gradients inside of the worker; what each process then has, its part, is summed with the same part
 in the other workers, and that is what its optimizer gets. FSDP's own scaling is switched off: every process multiplies
 its gradient by its samples of the step before the reduction, so uneven micro-batches count right. The leader of the
-worker reduces for its mates too: their gradients lie in memory that they share with it.
+worker reduces for its followers too: their gradients lie in memory that they share with it.
 
 A sharded parameter stays one tensor (a DTensor) to the script. Where the state is read out or compared between workers,
 it is the whole one: the same state, whatever number of processes a worker has.
@@ -24,8 +24,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from everstep.allreduce.collective import CollectiveError
-from everstep.allreduce.flats import BucketLayout, Flats, digest, join_digests
-from everstep.allreduce.parts import local, settle, sharded_as
+from everstep.allreduce.dtensor import local, settle, sharded_as
+from everstep.allreduce.gradient_buckets import BucketLayout, GradientBuckets, digest, join_digests
 from everstep.allreduce.reducer import ReducedStep as ReducedHere
 from everstep.allreduce.reducer import Reducer
 from everstep.allreduce.replica_group import Full, GradientsReduced, Unit
@@ -34,7 +34,7 @@ from everstep.errors import ScriptError
 from everstep.model.group import Micro
 
 _ALIGN_BYTES: Final = 64
-_NO_ROUND: Final = -1  # in the place of a tail: a mate is at the end of its iteration
+_NO_ROUND: Final = -1  # in the place of a tail: a follower is at the end of its iteration
 _DTYPES: Final = {
     str(d).removeprefix("torch."): d for d in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 }
@@ -63,16 +63,16 @@ def check_model(model: nn.Module, unit: Unit, mesh: Any) -> bool:
     return found
 
 
-# ---------------------------------------------------------------- memory of a mate
+# ---------------------------------------------------------------- memory of a follower
 
 
-def shared_flats(layout: BucketLayout) -> tuple[Flats, int]:
+def shared_buckets(layout: BucketLayout) -> tuple[GradientBuckets, int]:
     """Zeros that another process can map, and their memory's file descriptor."""
     numels = [(n, kind[0]) for n, kind in zip(layout.numels, layout.kinds, strict=True)]
     size = _bytes(numels)
     fd = os.memfd_create("everstep-gradients", os.MFD_CLOEXEC)
     os.ftruncate(fd, size)
-    return Flats(layout, mapped(fd, numels)), fd
+    return GradientBuckets(layout, mapped(fd, numels)), fd
 
 
 def mapped(fd: int, numels: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
@@ -153,7 +153,7 @@ class ShardedReducer(Reducer):
         self._fd = -1  # of memory that the leader does not know yet
         self._models = list(models)
         self._scatter = _Scatter()
-        self._mates: list[list[Tensor]] = [[] for _ in unit.mates]
+        self._followers: list[list[Tensor]] = [[] for _ in unit.followers]
         self._aside = False  # in this backward pass: what the script carries is set aside
         self._reached: set[int] = set()  # parameters (by id) that have a gradient of this process, in this backward
         super().__init__(params, names, models, 0, on_end)
@@ -176,13 +176,13 @@ class ShardedReducer(Reducer):
     def _shapes(self) -> Sequence[Tensor]:
         return [local(p) for p in self.params]
 
-    def _new_flats(self) -> Flats:
+    def _new_buckets(self) -> GradientBuckets:
         if self._unit.leads:
-            return Flats(self._layout)
+            return GradientBuckets(self._layout)
         if self._fd >= 0:
             os.close(self._fd)
-        flats, self._fd = shared_flats(self._layout)
-        return flats
+        buckets, self._fd = shared_buckets(self._layout)
+        return buckets
 
     def _mine(self, tensor: Tensor) -> Tensor:
         return local(tensor)
@@ -335,7 +335,7 @@ class ShardedReducer(Reducer):
         return ReducedHere(0, said.finite)
 
     def _tell_round(self, step: StepAttempt, word: int, touched: list[bool]) -> list[list[bool]] | None:
-        """All of a further round is reduced: the leader does not know what its mates have touched."""
+        """All of a further round is reduced: the leader does not know what its followers have touched."""
         return super()._tell_round(step, word, [True] * len(touched))
 
     def end_rounds(self, step: StepAttempt, left: bool = False) -> bool:
@@ -344,8 +344,8 @@ class ShardedReducer(Reducer):
         if not self._unit.leads:
             self._unit.answer(Full(_NO_ROUND))
             return self._unit.hear(GradientsReduced).ok
-        for mate in self._unit.mates:
-            self._check_round(self._unit.hear_full(mate)[0], False)
+        for follower in self._unit.followers:
+            self._check_round(self._unit.hear_full(follower)[0], False)
         ok = super().end_rounds(step, left)
         self._unit.tell_all(GradientsReduced(ok, True))
         return ok
@@ -363,13 +363,13 @@ class ShardedReducer(Reducer):
         assert step is not None
         mine = super().finish()
         found = [mine] if mine is not None else []
-        for mate in self._unit.mates:  # all are heard, also where the group is broken already
-            full, fd = self._unit.hear_full(mate)
+        for follower in self._unit.followers:  # all are heard, also where the group is broken already
+            full, fd = self._unit.hear_full(follower)
             self._check_round(full, True)
             if fd is not None:
-                self._mates[mate - 1] = mapped(fd, [(n, _DTYPES[d]) for n, d in full.flats])
+                self._followers[follower - 1] = mapped(fd, [(n, _DTYPES[d]) for n, d in full.tensors])
                 os.close(fd)
-            if len(found) == mate and (reduced := self._reduce(step, self._mates[mate - 1])) is not None:
+            if len(found) == follower and (reduced := self._reduce(step, self._followers[follower - 1])) is not None:
                 found.append(reduced)
         ok = len(found) == self._unit.size
         finite = ok and all(f.finite for f in found)
@@ -378,17 +378,17 @@ class ShardedReducer(Reducer):
         self._unit.tell_all(GradientsReduced(ok, finite))
         return ReducedHere(join_digests([f.digest for f in found]), finite) if ok else None
 
-    def _reduce(self, step: StepAttempt, flats: list[Tensor]) -> ReducedHere | None:
-        """Reduce a mate's gradients, over the group. None: it broke."""
+    def _reduce(self, step: StepAttempt, tensors: list[Tensor]) -> ReducedHere | None:
+        """Reduce a follower's gradients, over the group. None: it broke."""
         digests, finite = [], True
         with self._tried():
             if step.size > 1:
-                works = [step.collective.allreduce(flat) for flat in flats]
+                works = [step.collective.allreduce(flat) for flat in tensors]
                 for work in works:
                     work.wait()
         if self._broken is not None:
             return None
-        for flat in flats:
+        for flat in tensors:
             sums, fine = digest(flat)
             digests.append(sums)
             finite = finite and fine
@@ -396,8 +396,8 @@ class ShardedReducer(Reducer):
 
     def _sum_tails(self) -> None:
         """Sum what processes say beside their gradients: which parameters had one, what became of buffers."""
-        mine = self._flats.tail
-        tails = [flats[-1][flats[-1].numel() - mine.numel() :] for flats in self._mates]
+        mine = self._buckets.tail
+        tails = [tensors[-1][tensors[-1].numel() - mine.numel() :] for tensors in self._followers]
         for tail in tails:
             mine.add_(tail)
         for tail in tails:

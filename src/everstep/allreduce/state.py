@@ -15,7 +15,7 @@ import torch
 from msgspec import structs
 from torch import nn
 
-from everstep.allreduce import parts
+from everstep.allreduce import dtensor
 from everstep.allreduce.rolling import RollingDigest
 from everstep.allreduce.serialize import Packed, PackedHeader, Packer, Unpacker, encode_header
 from everstep.errors import CheckpointError, ScriptError
@@ -74,7 +74,7 @@ class ReplicaState:
     def parameters(self) -> Iterator[Named]:
         """Yield all that are trained, each once, in a fixed order; also those that only an optimizer knows."""
         seen: set[int] = set()
-        parts.settle(self.models)
+        dtensor.settle(self.models)
         for prefix, model in self._models():
             for name, p in model.named_parameters():
                 if id(p) not in seen and not hasattr(p, _TABLE):
@@ -183,13 +183,13 @@ class ReplicaState:
         self._check_trees(unpacker)
         with torch.no_grad():
             for number, tensor in into:
-                parts.fill(tensor, unpacker.view(number))
+                dtensor.fill(tensor, unpacker.view(number))
             for p in known.values():
                 p.grad = None
             for number in header.gradients:
                 owner = known.get(unpacker.name(number).removesuffix(".grad"))
                 if owner is not None:
-                    owner.grad = parts.as_owner(unpacker.copy(number).to(owner.device), owner)
+                    owner.grad = dtensor.as_owner(unpacker.copy(number).to(owner.device), owner)
         self.load_trees(unpacker, known)
         self.carried = bool(header.gradients)
         self.mark, self.loop = header.mark, header.loop
@@ -239,7 +239,7 @@ class ReplicaState:
     def quick_digest(self) -> int:
         """Digest as ``digest`` does, at the speed of memory: sums of the bits, which find what happens by mistake. Of a
         sharded model: of what this process has."""
-        packer = Packer(parts=True)
+        packer = Packer(local_only=True)
         parameters = list(self.parameters())
         for name, tensor in (*parameters, *self.buffers()):
             packer.tensor(name, tensor)
@@ -256,7 +256,7 @@ class ReplicaState:
 
     def tensor_digests(self) -> dict[str, int]:
         """Digest as ``quick_digest`` does, int64 by name; of a sharded model: of what this process has."""
-        return {name: bit_sum(parts.local(tensor)) for name, tensor in self.tensors()}
+        return {name: bit_sum(dtensor.local(tensor)) for name, tensor in self.tensors()}
 
     def slice_digest(self, step: int) -> int:
         """Return the digest of the slice of the state that ``step`` is about, before that step
@@ -267,7 +267,7 @@ class ReplicaState:
         """Return digests, int64 by parameter's and buffer's name."""
         out: dict[str, int] = {}
         for name, tensor in (*self.parameters(), *self.buffers()):
-            plain = parts.whole(tensor).detach().cpu().contiguous()
+            plain = dtensor.whole(tensor).detach().cpu().contiguous()
             head = f"{name} {plain.dtype} {tuple(plain.shape)}".encode()
             hashed = hashlib.blake2b(head, digest_size=8)
             if plain.numel():
@@ -438,7 +438,7 @@ def _load_optimizer(
 def _placed(value: torch.Tensor, p: torch.Tensor, old: Any, on_cpu: bool) -> torch.Tensor:
     """Return a tensor of an optimizer's state where it belongs; one that is there already is filled, so that its
     address stays."""
-    value = parts.as_owner(value, p)
+    value = dtensor.as_owner(value, p)
     if isinstance(old, torch.Tensor) and (old.shape, old.dtype) == (value.shape, value.dtype):
         old.copy_(value)
         return old

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import msgspec
 
-from everstep.api.seat import GroupListener, Listener
+from everstep.api.listeners import GroupListener, Listener
 from everstep.brain import events
 from everstep.brain.brain import Brain
 from everstep.brain.events import (
@@ -175,7 +175,7 @@ def _one_line_errors(script: Path) -> None:
     sys.excepthook = hook
 
 
-class EmbeddedSeat:
+class EmbeddedRuntime:
     """See the top of this file."""
 
     embedded = True
@@ -188,7 +188,7 @@ class EmbeddedSeat:
         self.service: PsService | None = None
         if spec.ps:
             self.service = PsService.create(
-                n_buckets=spec.buckets, seed=spec.seed, slot=Slot(0), incarnation=Incarnation(1), run_dir=run_dir
+                n_partitions=spec.partitions, seed=spec.seed, slot=Slot(0), incarnation=Incarnation(1), run_dir=run_dir
             )
             self.service.store.set_limit(spec.ps_limit_bytes, spec.on_full)
         self.master = EmbeddedMaster(spec, run_dir, self.service)
@@ -196,7 +196,7 @@ class EmbeddedSeat:
         self._listener: Listener | None = None
 
     @classmethod
-    def alone(cls, given: dict[str, Any], prefetch: int | None) -> EmbeddedSeat:
+    def alone(cls, given: dict[str, Any], prefetch: int | None) -> EmbeddedRuntime:
         """Make a new run directory and a job of one worker and one ps."""
         script = sys.argv[0] if sys.argv and sys.argv[0] not in ("", "-c", "-m") else ""
         if script and not hasattr(sys, "ps1"):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 from everstep.allreduce.collective import CollectiveError
 from everstep.allreduce.step import Collective
-from everstep.api.seat import WorkerRuntime
+from everstep.api.listeners import WorkerRuntime
 from everstep.api.tables import TableSet
 from everstep.errors import DeadlineError, EverstepError, InternalError
 from everstep.ids import LeaseNo, ShardKey, Slot
@@ -27,7 +27,7 @@ from everstep.tables.stepped_rows import Stepped, in_intervals
 from everstep.tables.worker_protocol import watermarks_of
 
 GIVE_UP_S = 300.0
-"""So long a ps may take to have its buckets back, before the job is given up."""
+"""So long a ps may take to have its partitions back, before the job is given up."""
 
 _TICK_S = 0.1
 _AGAIN_S = 0.05
@@ -67,9 +67,9 @@ class _StepSum(HeldRows):
 class GroupPushDriver:
     """See the top of this file."""
 
-    def __init__(self, seat: WorkerRuntime, tables: TableSet) -> None:
-        self._seat, self._tables, self.client = seat, tables, seat.client
-        self.pushes = StepPushes(seat.slot, seat.incarnation)
+    def __init__(self, runtime: WorkerRuntime, tables: TableSet) -> None:
+        self._runtime, self._tables, self.client = runtime, tables, runtime.client
+        self.pushes = StepPushes(runtime.slot, runtime.incarnation)
         self.failure: EverstepError | None = None
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -160,7 +160,7 @@ class GroupPushDriver:
         self._wait(lambda: not self.pushes.owes, collective)
 
     def open(self, shard: ShardKey, group: Group, collective: Collective) -> list[int]:
-        """Open ``shard`` everywhere under the group's lease; the watermarks of all buckets."""
+        """Open ``shard`` everywhere under the group's lease; the watermarks of all partitions."""
         while True:
             router = self.client.router
             request = OpenShard(shard, 0, group.lease, router.version)
@@ -175,9 +175,9 @@ class GroupPushDriver:
                 if not isinstance(answer, Opened):
                     raise self._refused(ps, answer)
                 marks += watermarks_of(answer)[1]
-            if len(marks) == router.n_buckets:
+            if len(marks) == router.n_partitions:
                 return marks
-            time.sleep(_AGAIN_S)  # buckets are on their way
+            time.sleep(_AGAIN_S)  # partitions are on their way
 
     # ------------------------------------------------------------ the machine
 
@@ -233,7 +233,7 @@ class GroupPushDriver:
         if now - self._gap_since > _GAP_S:
             self.fail(InternalError(f"ps:{action.ps} lacks steps before those that it is sent, and nobody has them"))
             return
-        self._seat.later(_AGAIN_S, lambda: self._feed(lambda: self.pushes.again(action.ps, action.life)))
+        self._runtime.later(_AGAIN_S, lambda: self._feed(lambda: self.pushes.again(action.ps, action.life)))
 
     def _refused(self, ps: Slot, answer: DataAnswer) -> EverstepError:
         return InternalError(f"ps:{ps} refused: {answer.error if isinstance(answer, Bad) else repr(answer)}")

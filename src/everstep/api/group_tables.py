@@ -24,15 +24,15 @@ import torch
 
 from everstep import faultpoints
 from everstep.allreduce.collective import CollectiveError
-from everstep.allreduce.flats import join_digests
+from everstep.allreduce.gradient_buckets import join_digests
 from everstep.allreduce.state import bit_sum
 from everstep.allreduce.step import Collective, GroupWork, StepAttempt, VoteOutcome
 from everstep.api.carried_rows import CarriedRows, left_out
 from everstep.api.firing import TableFiring
 from everstep.api.group_push_driver import GroupPushDriver
 from everstep.api.iteration_steps import IterationSteps
+from everstep.api.listeners import WorkerRuntime
 from everstep.api.row_entries import Entry, pack, unpack
-from everstep.api.seat import WorkerRuntime
 from everstep.api.tables import BatchItem, TableSet
 from everstep.errors import EverstepError, InternalError, ScriptError
 from everstep.ids import LeaseNo, ShardKey
@@ -49,9 +49,9 @@ _MEMBER_BYTES = 1 << 30  # of one member's gradients of rows in one step
 class GroupTables:
     """See the top of this file, and ``allreduce.step.StepTables``. ``carried``: gradients that wait for a step."""
 
-    def __init__(self, seat: WorkerRuntime, tables: TableSet) -> None:
+    def __init__(self, runtime: WorkerRuntime, tables: TableSet) -> None:
         self.tables = tables
-        self._driver = GroupPushDriver(seat, tables)
+        self._driver = GroupPushDriver(runtime, tables)
         self._steps = IterationSteps(tables)
         self.carried = CarriedRows(tables)
         self._item: BatchItem | None = None
@@ -143,9 +143,9 @@ class GroupTables:
         self.tables.since = self._consumed(shard, position)
 
     def _cut_held_back(self, mark: Mark, lr_factor: float) -> None:
-        """Some buckets have samples already whose gradients are carried: a line of states that is over has consumed
-        them with steps of its own. What is carried becomes a step by itself, for the buckets that have not, and tables
-        carry nothing any more."""
+        """Some partitions have samples already whose gradients are carried: a line of states that is over has consumed
+        them with steps of its own. What is carried becomes a step by itself, for the partitions that have not, and
+        tables carry nothing any more."""
         ranges = self.carried.take()
         scale = np.float32(self.scale())
         content: list[Stepped] = []

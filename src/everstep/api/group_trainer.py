@@ -14,16 +14,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from everstep.allreduce.devices import device_for
+from everstep.allreduce.dtensor import gathered, settle
 from everstep.allreduce.group_engine import GroupEngine, check_max_norm
-from everstep.allreduce.leading import FollowingSession, LeadingSession, UnitState
-from everstep.allreduce.parts import gathered, settle
+from everstep.allreduce.leader import FollowerSession, LeaderSession, UnitState
 from everstep.allreduce.replica_group import Unit
 from everstep.allreduce.replica_sync import ReplicaKeeper
 from everstep.allreduce.session import Session
 from everstep.allreduce.sharded import check_model
 from everstep.allreduce.state import ReplicaState
 from everstep.api.group_tables import GroupTables
-from everstep.api.seat import WorkerRuntime
+from everstep.api.listeners import WorkerRuntime
 from everstep.api.tables import TableSet
 from everstep.api.trainer import not_started, rows_only_read, with_model, without_training
 from everstep.brain.events import Fenced, PlanRegistered, Refused, Registered
@@ -36,16 +36,16 @@ _MASTER_S = 300.0  # a master may be away so long
 class GroupTrainer:
     """Is a ``Trainer`` (``api.trainer``) for mode allreduce."""
 
-    def __init__(self, seat: WorkerRuntime) -> None:
-        self._seat = seat
-        spec = seat.spec
+    def __init__(self, runtime: WorkerRuntime) -> None:
+        self._runtime = runtime
+        spec = runtime.spec
         if spec.logical_workers and not spec.threads_per_worker:
             torch.set_num_threads(1)  # the number of threads changes the order of sums, and so the bits
-        engine = GroupEngine(spec, seat.slot, alone=seat.embedded)
+        engine = GroupEngine(spec, runtime.slot, alone=runtime.embedded)
         self.engine = engine
         self.models = engine.models
         unit = self._unit = engine.unit = Unit.from_environment(os.environ)
-        unit.chief = seat.slot == 0
+        unit.chief = runtime.slot == 0
         if unit.size > 1 and unit.leads:
             self.state: ReplicaState = UnitState(engine.models, engine.inner, engine.tracked, unit)
         else:
@@ -53,15 +53,15 @@ class GroupTrainer:
         engine.state = self.state
         self._epochs_done: dict[str, int] = {}
         self._unforbid = _forbid_process_groups()
-        self.tables = TableSet(seat.client)
+        self.tables = TableSet(runtime.client)
         self.tables.clock = engine.clock
         if not unit.leads:
-            engine.session = FollowingSession(self.state, unit)
+            engine.session = FollowerSession(self.state, unit)
             return
-        session = Session(seat, self.state, ReplicaKeeper(self.state, seat))
-        engine.session = LeadingSession(session, unit) if unit.size > 1 else session
+        session = Session(runtime, self.state, ReplicaKeeper(self.state, runtime))
+        engine.session = LeaderSession(session, unit) if unit.size > 1 else session
         if spec.ps:
-            tables = engine.tables = session.tables = GroupTables(seat, self.tables)
+            tables = engine.tables = session.tables = GroupTables(runtime, self.tables)
             self.state.rows = tables.carried
             tables.scale = engine.loss_scale
 
@@ -81,7 +81,7 @@ class GroupTrainer:
 
     @property
     def chief(self) -> bool:
-        return self._seat.chief() if self._unit.size == 1 else self._unit.chief
+        return self._runtime.chief() if self._unit.size == 1 else self._unit.chief
 
     @property
     def speaks(self) -> bool:
@@ -96,13 +96,13 @@ class GroupTrainer:
         return self._unit.index
 
     def mesh(self) -> DeviceMesh:
-        life = f"unit-{self._seat.slot}.{self._seat.incarnation}"
-        return self._unit.mesh(self._seat.run_dir / "sock" / life)
+        life = f"unit-{self._runtime.slot}.{self._runtime.incarnation}"
+        return self._unit.mesh(self._runtime.run_dir / "sock" / life)
 
     # ------------------------------------------------------------ the model
 
     def check_sparse(self) -> None:
-        if not self._seat.spec.ps:
+        if not self._runtime.spec.ps:
             raise ScriptError(
                 "job.sparse in mode allreduce: no ps to put tables on; run with --mode allreduce --ps 1 (or more), or "
                 "leave job.sparse out"
@@ -121,7 +121,7 @@ class GroupTrainer:
                     f"job.replicate: parameter {name!r} has no shape yet (a lazy module): run the model on one batch "
                     "first"
                 )
-        if not self._seat.embedded:
+        if not self._runtime.embedded:
             check_max_norm([model])
         sharded = check_model(model, self._unit, self._unit.mesh_made)
         if self.models and sharded != self.engine.sharded:
@@ -165,10 +165,10 @@ class GroupTrainer:
         if self.engine.failure is not None:
             raise self.engine.failure
         plan = loader.plan()
-        if self._seat.spec.ps:
+        if self._runtime.spec.ps:
             if not self.tables.infos:
                 raise ScriptError(
-                    f"the job has {self._seat.spec.ps} ps, and the script puts no table on them: call "
+                    f"the job has {self._runtime.spec.ps} ps, and the script puts no table on them: call "
                     "model = job.sparse(model) before job.replicate, or run without --ps"
                 )
             self.tables.declare()
@@ -177,7 +177,7 @@ class GroupTrainer:
         begin = self._epochs_done.get(plan.name, 0)
         until = begin + loader.epochs
         request = PlanRegistered(plan, self.engine.registered + 1, begin, until)
-        answer = self._seat.call(request, _MASTER_S)
+        answer = self._runtime.call(request, _MASTER_S)
         if isinstance(answer, Refused):
             raise DataError(answer.error)
         if isinstance(answer, Fenced):
@@ -190,7 +190,7 @@ class GroupTrainer:
 
     @contextmanager
     def evaluating(self, models: Sequence[nn.Module]) -> Iterator[None]:
-        if self._seat.spec.ps:
+        if self._runtime.spec.ps:
             with rows_only_read(self.tables), without_training(models, self.engine.clock):
                 yield
             return
@@ -239,7 +239,7 @@ class GroupTrainer:
     def leave(self, error: str) -> None:
         self._unforbid()
         self.engine.close(error)
-        if self._seat.embedded:
+        if self._runtime.embedded:
             self._unit.close()
 
 

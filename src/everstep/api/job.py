@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from everstep.api.listeners import WorkerRuntime
 from everstep.api.renamed_job_names import RenamedJobNames
-from everstep.api.seat import WorkerRuntime
 from everstep.api.sparse import InitChoice, LifeCycle, Only, swap
 from everstep.api.trainer import Trainer, trainer_for
 from everstep.brain.events import Fenced, OnceAsked, Refused, Yes
@@ -56,16 +56,18 @@ def join(
     if _job is not None and not _job.closed:
         return _job
     if "EVERSTEP_RUN_DIR" in os.environ and "EVERSTEP_SLOT" in os.environ:
-        from everstep.api.mate import MateSeat, is_mate
-        from everstep.api.worker_runtime import WorkerSeat
+        from everstep.api.local_follower import LocalFollower, is_follower
+        from everstep.api.worker_runtime import ProcessRuntime
 
-        seat: WorkerRuntime = (MateSeat if is_mate(os.environ) else WorkerSeat).from_environment(os.environ)
-        if mode is not None and mode != seat.spec.mode:
+        runtime: WorkerRuntime = (LocalFollower if is_follower(os.environ) else ProcessRuntime).from_environment(
+            os.environ
+        )
+        if mode is not None and mode != runtime.spec.mode:
             raise ScriptError(
-                f"es.join(mode={mode!r}) in a job of mode {seat.spec.mode}: everstep run --mode {mode} ..."
+                f"es.join(mode={mode!r}) in a job of mode {runtime.spec.mode}: everstep run --mode {mode} ..."
             )
     else:
-        from everstep.api.embedded import EmbeddedSeat
+        from everstep.api.embedded import EmbeddedRuntime
 
         given: dict[str, Any] = {
             "name": name,
@@ -76,38 +78,38 @@ def join(
             "logical_workers": logical_workers,
             "ps": ps,
         }
-        seat = EmbeddedSeat.alone({k: v for k, v in given.items() if v is not None}, prefetch)
-    _job = Job(seat)
+        runtime = EmbeddedRuntime.alone({k: v for k, v in given.items() if v is not None}, prefetch)
+    _job = Job(runtime)
     return _job
 
 
 class Job(RenamedJobNames):
     """Is what a script touches. Made by ``join``."""
 
-    def __init__(self, seat: WorkerRuntime, trainer: Callable[[WorkerRuntime], Trainer] = trainer_for) -> None:
+    def __init__(self, runtime: WorkerRuntime, trainer: Callable[[WorkerRuntime], Trainer] = trainer_for) -> None:
         """``trainer``: makes what trains the models."""
-        self._seat = seat
-        spec = seat.spec
+        self._runtime = runtime
+        spec = runtime.spec
         _keep_memory()
         torch.manual_seed(spec.seed)  # before the model is built: every worker builds the same one
         if spec.threads_per_worker:
             torch.set_num_threads(spec.threads_per_worker)
         self.closed = False
-        self._trainer = trainer(seat)
+        self._trainer = trainer(runtime)
         self._engine, self._tables, self._models = self._trainer.engine, self._trainer.tables, self._trainer.models
-        seat.start(self._engine)
+        runtime.start(self._engine)
         atexit.register(self._at_exit)
 
     def __repr__(self) -> str:
-        how = "embedded" if self._seat.embedded else f"worker:{self.slot} #{self._seat.incarnation}"
-        return f"<Job {self._seat.spec.name!r} {how} {self._engine.samples} samples applied>"
+        how = "embedded" if self._runtime.embedded else f"worker:{self.slot} #{self._runtime.incarnation}"
+        return f"<Job {self._runtime.spec.name!r} {how} {self._engine.samples} samples applied>"
 
     # ------------------------------------------------------------ facts
 
     @property
     def slot(self) -> Slot:
         """Return which worker this is, from 0; another process may take the slot over."""
-        return self._seat.slot
+        return self._runtime.slot
 
     @property
     def chief(self) -> bool:
@@ -128,11 +130,11 @@ class Job(RenamedJobNames):
         if not isinstance(key, str) or not key:
             raise ScriptError(f"job.once({key!r}): a key is a text, e.g. 'upload'")
         self._engine.clock.touch()
-        first = _ask_once(self._seat, key, done=False)
+        first = _ask_once(self._runtime, key, done=False)
         yield first
         if first:
             self._engine.clock.touch()
-            _ask_once(self._seat, key, done=True)
+            _ask_once(self._runtime, key, done=True)
 
     @property
     def device(self) -> torch.device:
@@ -174,15 +176,15 @@ class Job(RenamedJobNames):
 
     @property
     def seed(self) -> int:
-        return self._seat.spec.seed
+        return self._runtime.spec.seed
 
     @property
     def spec(self) -> JobSpec:
-        return self._seat.spec
+        return self._runtime.spec
 
     @property
     def run_dir(self) -> str:
-        return str(self._seat.run_dir)
+        return str(self._runtime.run_dir)
 
     @property
     def readings(self) -> dict[str, float]:
@@ -292,7 +294,7 @@ class Job(RenamedJobNames):
         """See ``everstep.data.loader.Loader``; its seed is the job's unless given."""
         loader = Loader(source, batch_size, epochs=epochs, **{"seed": self.seed, **options})
         # Alone, what a dataset draws comes from the script's own streams, as it does in plain PyTorch.
-        loader.apart = not self._seat.embedded or self._seat.prefetch > 0 or self.spec.logical_workers > 0
+        loader.apart = not self._runtime.embedded or self._runtime.prefetch > 0 or self.spec.logical_workers > 0
         if self.slot == 0:
             _tell_hashed(loader)
         return loader
@@ -318,7 +320,7 @@ class Job(RenamedJobNames):
                 raise ScriptError(f"job.report({name}=...): not one number but {type(value).__name__}") from None
         if not self._engine.in_loop and not self._engine.failure:  # outside of the loop no beat may follow
             try:
-                self._seat.call(messages.ValuesReported(dict(self._engine.values)), 30.0)
+                self._runtime.call(messages.ValuesReported(dict(self._engine.values)), 30.0)
             except DeadlineError as error:  # not worth failing a finished training for
                 print(f"everstep: {', '.join(values)} could not be reported: {error}", file=sys.stderr, flush=True)
 
@@ -327,7 +329,10 @@ class Job(RenamedJobNames):
         if not self._trainer.speaks:
             return
         text = " ".join(str(w) for w in words)
-        print(text if self._seat.embedded or self._seat.spec.workers == 1 else f"worker:{self.slot} {text}", flush=True)
+        print(
+            text if self._runtime.embedded or self._runtime.spec.workers == 1 else f"worker:{self.slot} {text}",
+            flush=True,
+        )
 
     @contextmanager
     def eval(self, model: nn.Module | None = None) -> Iterator[None]:
@@ -361,10 +366,10 @@ class Job(RenamedJobNames):
         error = str(self._engine.failure or "")
         try:
             # A script of a worker that failed has not ended: it is a loss to the others.
-            self._trainer.leave(error if self._seat.embedded else error or last_error())
+            self._trainer.leave(error if self._runtime.embedded else error or last_error())
         finally:
-            self._seat.close(error or last_error())
-            self._seat.client.close()
+            self._runtime.close(error or last_error())
+            self._runtime.client.close()
             atexit.unregister(self._at_exit)
 
     def never_took_a_batch(self) -> ScriptError | None:
@@ -377,7 +382,7 @@ class Job(RenamedJobNames):
 
     def _at_exit(self) -> None:
         mistake = _leave(self)
-        if mistake is not None and self._seat.embedded:
+        if mistake is not None and self._runtime.embedded:
             print(f"everstep: {mistake}", file=sys.stderr, flush=True)
             sys.stdout.flush()
             os._exit(mistake.exit_code)
@@ -393,9 +398,9 @@ def _leave(job: Job) -> EverstepError | None:
     return mistake
 
 
-def _ask_once(seat: WorkerRuntime, key: str, done: bool) -> bool:
+def _ask_once(runtime: WorkerRuntime, key: str, done: bool) -> bool:
     """Ask the master whether this worker is the one that does ``key``, or tell it that this is done."""
-    answer = seat.call(OnceAsked(key, done), _MASTER_S)
+    answer = runtime.call(OnceAsked(key, done), _MASTER_S)
     if isinstance(answer, Refused):
         raise ScriptError(answer.error)
     if isinstance(answer, Fenced):

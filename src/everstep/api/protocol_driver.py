@@ -11,8 +11,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
+from everstep.api.listeners import WorkerRuntime
 from everstep.api.loop_ending import LoopEnding
-from everstep.api.seat import WorkerRuntime
 from everstep.brain.events import Answer, ShardAsked, ShardDone, ShardReturned
 from everstep.errors import EverstepError, FencedError, InternalError, NonFiniteGradientError
 from everstep.ids import LeaseNo, Slot, TableId
@@ -50,10 +50,10 @@ _TICK_S = 0.2
 class ProtocolDriver:
     """See the top of this file. ``changed`` is notified whenever a wait may be over; it is a condition of ``lock``."""
 
-    def __init__(self, seat: WorkerRuntime, admission: StepAdmission, name_of: Callable[[TableId], str]) -> None:
+    def __init__(self, runtime: WorkerRuntime, admission: StepAdmission, name_of: Callable[[TableId], str]) -> None:
         """``name_of``: a table's name, for messages."""
-        self.seat, self.client = seat, seat.client
-        self.protocol = WorkerProtocol(worker=seat.slot, incarnation=seat.incarnation, batch_samples=1)
+        self.runtime, self.client = runtime, runtime.client
+        self.protocol = WorkerProtocol(worker=runtime.slot, incarnation=runtime.incarnation, batch_samples=1)
         self.admission = admission
         if admission.sync:
             self.protocol.ask_ahead = 0  # all take the same number of batches, and none goes on without the master
@@ -143,7 +143,7 @@ class ProtocolDriver:
         """Tell the master where we are, if it needs to know. With the lock held."""
         place = self.admission.due(again) if self.tells else None
         if place is not None:
-            self.seat.ask(messages.TellPlace(place), lambda answer: None)
+            self.runtime.ask(messages.TellPlace(place), lambda answer: None)
 
     def _closed(self, admitted: tuple[Judged, ...]) -> None:
         self._carry_out(admitted)
@@ -186,20 +186,20 @@ class ProtocolDriver:
         elif isinstance(action, AskShard):
             ask = action.ask
             request = ShardAsked(action.dataset, action.until_epoch, ask, action.pending)
-            self.seat.ask(request, lambda answer: self.feed(lambda: machine.answered(ask, answer)))
+            self.runtime.ask(request, lambda answer: self.feed(lambda: machine.answered(ask, answer)))
         elif isinstance(action, AskLater):
             ask = action.ask
-            self.seat.later(action.after_s, lambda: self.feed(lambda: machine.ask_again(ask)))
+            self.runtime.later(action.after_s, lambda: self.feed(lambda: machine.ask_again(ask)))
         elif isinstance(action, SendOpen):
             self._send_open(action)
         elif isinstance(action, SendDone):
             lease = action.lease
             done = ShardDone(lease.shard, lease.no, action.servers, action.skipped, action.route)
-            self.seat.ask(done, lambda answer: self._done_answered(lease, answer))
+            self.runtime.ask(done, lambda answer: self._done_answered(lease, answer))
         elif isinstance(action, SendGiveBack):
             lease = action.lease
             back = ShardReturned(lease.shard, lease.no, action.reason, action.late)
-            self.seat.ask(back, lambda answer: self.feed(lambda: machine.given_back(lease.no)))
+            self.runtime.ask(back, lambda answer: self.feed(lambda: machine.given_back(lease.no)))
         elif isinstance(action, Halt):
             self.fail(FencedError(action.reason))
         elif not isinstance(action, Drop | WorkFinished):
@@ -225,10 +225,10 @@ class ProtocolDriver:
 
         def then(answer: DataAnswer, body: memoryview) -> None:
             if isinstance(answer, Opened):
-                buckets, marks = watermarks_of(answer)
-                self.feed(lambda: self.protocol.opened(ps, lease.no, answer.incarnation, buckets, marks))
+                partitions, marks = watermarks_of(answer)
+                self.feed(lambda: self.protocol.opened(ps, lease.no, answer.incarnation, partitions, marks))
                 if self.protocol.awaits_open(ps, lease.no):  # it has not heard of our map, or we not of its
-                    self.seat.later(next(waits), again)
+                    self.runtime.later(next(waits), again)
             elif isinstance(answer, LeaseClosed):
                 self.feed(lambda: self.protocol.closed(ps, lease.no, answer.reason))
             elif not isinstance(answer, Moved):  # a newer map is here: the lease will be opened by that

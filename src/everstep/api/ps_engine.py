@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from everstep.api.listeners import WorkerRuntime
 from everstep.api.protocol_driver import ProtocolDriver
 from everstep.api.ps_gradients import PsGradients
 from everstep.api.ps_loop import PsLoop
 from everstep.api.schedule import JobSchedule
-from everstep.api.seat import WorkerRuntime
 from everstep.api.step_builder import StepBuilder
 from everstep.api.step_pusher import StepPusher
 from everstep.api.tables import TableSet
@@ -37,15 +37,15 @@ from everstep.tables.step_admission import StepAdmission
 class PsEngine:
     """See the top of this file. A ``TrainingLoop`` and a ``TurnListener``."""
 
-    def __init__(self, seat: WorkerRuntime, tables: TableSet) -> None:
-        consistency = parse_consistency(seat.spec.consistency)
-        alone = seat.embedded and consistency.kind == "async"
-        only = seat.embedded or (seat.spec.workers == 1 and seat.slot == 0)
+    def __init__(self, runtime: WorkerRuntime, tables: TableSet) -> None:
+        consistency = parse_consistency(runtime.spec.consistency)
+        alone = runtime.embedded and consistency.kind == "async"
+        only = runtime.embedded or (runtime.spec.workers == 1 and runtime.slot == 0)
         self.tables, self.clock = tables, tables.clock
         self._hand = BatchesInHand()
-        self._admission = StepAdmission(consistency, seat.slot, seat.incarnation, self._hand)
-        self.driver = ProtocolDriver(seat, self._admission, self._name_of)
-        self.gradients = PsGradients(tables, JobSchedule(alone, several=seat.spec.workers != 1), alone)
+        self._admission = StepAdmission(consistency, runtime.slot, runtime.incarnation, self._hand)
+        self.driver = ProtocolDriver(runtime, self._admission, self._name_of)
+        self.gradients = PsGradients(tables, JobSchedule(alone, several=runtime.spec.workers != 1), alone)
         waits = TurnWaits(self.driver, self._hand, self.clock)
         self._pusher = StepPusher(self.driver, tables, self._hand, waits)
         self.builder = StepBuilder(

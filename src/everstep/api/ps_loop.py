@@ -44,7 +44,7 @@ class PsLoop:
     ) -> None:
         self._driver, self._tables, self._gradients = driver, tables, gradients
         self._hand, self._waits, self._pusher, self._builder = hand, waits, pusher, builder
-        self._seat, self._clock = driver.seat, tables.clock
+        self._runtime, self._clock = driver.runtime, tables.clock
         self.registered = self.batches = 0
         self.compute_s = 0.0
         self.looping = False
@@ -133,7 +133,7 @@ class PsLoop:
         if not admission.sync and 0 < loader.largest_batch < loader.batch_size:
             raise ScriptError(
                 f"largest_batch={loader.largest_batch} is below batch_size={loader.batch_size}: in mode ps "
-                f"({self._seat.spec.consistency}) each batch is applied alone, so it has to fit; use a smaller "
+                f"({self._runtime.spec.consistency}) each batch is applied alone, so it has to fit; use a smaller "
                 "batch_size, or --consistency sync"
             )
         plan = loader.plan()
@@ -155,13 +155,13 @@ class PsLoop:
         driver.feed(lambda: driver.protocol.begin(dataset, until))
         # Sync: rows are pulled when the step before is applied.
         renorms = any(table.renorms for table in tables.batches.values())
-        ahead = 0 if admission.sync or renorms else self._seat.prefetch
+        ahead = 0 if admission.sync or renorms else self._runtime.prefetch
         tables.ahead = ahead > 0
         self._pusher.pushed = False
         return BatchReader(loader, ahead, driver, tables, self._waits)
 
     def _register(self, plan: Any, begin: int, until: int) -> int:
-        answer = self._seat.call(PlanRegistered(plan, self.registered + 1, begin, until), _MASTER_S)
+        answer = self._runtime.call(PlanRegistered(plan, self.registered + 1, begin, until), _MASTER_S)
         if isinstance(answer, Registered):
             return answer.dataset
         if isinstance(answer, Refused):
@@ -196,14 +196,14 @@ class PsLoop:
             reader.taken()
             builder.begin(work, reader.ahead)
             self.batches += 1
-            if not self._seat.embedded:
+            if not self._runtime.embedded:
                 dataset, epoch, _ = split_key(work.lease.shard)
-                seed_range(self._seat.spec.seed, epoch, work.lo, dataset)
+                seed_range(self._runtime.spec.seed, epoch, work.lo, dataset)
             return item
 
     def _look_ahead(self, spent_s: float) -> None:
         """Hold leases for ``_MASTER_AWAY_S`` of work, so that a restart of the master finds nobody without one."""
-        if self._seat.embedded or self._driver.admission.sync:
+        if self._runtime.embedded or self._driver.admission.sync:
             return
         self._batch_s = 0.8 * self._batch_s + 0.2 * spent_s if self._batch_s else spent_s
         batches = int(_MASTER_AWAY_S / max(self._batch_s, 1e-4))

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from everstep.api.dense import PsOptimizer
+from everstep.api.listeners import WorkerRuntime
 from everstep.api.ps_engine import PsEngine
-from everstep.api.seat import WorkerRuntime
 from everstep.api.tables import TableSet
 from everstep.api.trainer import not_started, parameter_names, rows_only_read, with_model, without_training
 from everstep.data.loader import Loader
@@ -26,10 +26,10 @@ class PsTrainer:
 
     processes, process_index, speaks = 1, 0, True
 
-    def __init__(self, seat: WorkerRuntime) -> None:
-        self._seat = seat
-        self.tables = TableSet(seat.client)
-        self.engine = PsEngine(seat, self.tables)
+    def __init__(self, runtime: WorkerRuntime) -> None:
+        self._runtime = runtime
+        self.tables = TableSet(runtime.client)
+        self.engine = PsEngine(runtime, self.tables)
         self._gradients = self.engine.gradients
         self.models: list[nn.Module] = self._gradients.buffers.models
 
@@ -42,7 +42,7 @@ class PsTrainer:
 
     @property
     def chief(self) -> bool:
-        return self._seat.chief()
+        return self._runtime.chief()
 
     def mesh(self) -> DeviceMesh:
         raise ScriptError(

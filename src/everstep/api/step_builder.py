@@ -196,13 +196,13 @@ class StepBuilder:
         item.close()
 
     def goes_on(self, work: RangeWork) -> bool:
-        """Whether one step can consume the kept batches and ``work``: the same buckets want them."""
+        """Whether one step can consume the kept batches and ``work``: the same partitions want them."""
         with self._driver.lock:
             return self._driver.protocol.alike([*self._hand.works(), work])
 
     def cut(self) -> None:
-        """What was accumulated cannot be pushed with what comes: some buckets have consumed some of it before, with a
-        worker that was lost. It is a step by itself."""
+        """What was accumulated cannot be pushed with what comes: some partitions have consumed some of it before, with
+        a worker that was lost. It is a step by itself."""
         self._tables.over()  # (the rows of the last batch are no more where its keys were)
         payload = self._gradients.capture(list(self._gradients.optimizers) or [None])
         kept = self._take_kept(consumed=True)

@@ -53,7 +53,7 @@ class StepPusher:
     def _skip(self, payload: StepPayload, works: Sequence[Consumed]) -> None:
         """A gradient is not finite: nothing of the step is applied. Raises NonFiniteGradientError (policy raise)."""
         payload.settle()
-        if self._driver.seat.spec.nonfinite == "raise":
+        if self._driver.runtime.spec.nonfinite == "raise":
             error = nonfinite_error(payload.bad, works[0][0], works[-1][0])
             self._driver.fail(error)
             raise error

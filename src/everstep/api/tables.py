@@ -226,7 +226,7 @@ class TableSet:
             rows = values[lo : lo + piece]
             ids = np.arange(lo, lo + len(rows), dtype=np.int64) if keys is None else keys[lo : lo + len(rows)]
             while not self._put(spec, np.ascontiguousarray(ids), rows, lo + piece >= n, replace):
-                pass  # a bucket moved meanwhile: again, by the new map
+                pass  # a partition moved meanwhile: again, by the new map
 
     def _put(
         self, spec: TableSpec, ids: NDArray[np.int64], rows: NDArray[np.float32], last: bool, replace: bool
@@ -322,7 +322,7 @@ class TableSet:
         self.current = item
 
     def _arrive(self, item: BatchItem) -> None:
-        """Wait for what was fetched last; where a bucket moved meanwhile, fetch it all again."""
+        """Wait for what was fetched last; where a partition moved meanwhile, fetch it all again."""
         while True:
             ticket, fetched = item.ticket, item.fetched
             assert ticket is not None
@@ -520,7 +520,7 @@ class TableSet:
         piece = max(1, _PIECE_BYTES // (4 * spec.dim))
         for lo in range(0, len(keys), piece):
             while not self._read(spec, np.ascontiguousarray(keys[lo : lo + piece]), out[lo : lo + piece], create):
-                pass  # a bucket moved meanwhile: again, by the new map
+                pass  # a partition moved meanwhile: again, by the new map
         if self.fresh is not None:
             self.fresh(spec.name, keys, out)
         return out
@@ -573,16 +573,16 @@ class TableSet:
         keys: list[NDArray[np.int64]] = []
         values: list[NDArray[np.float32]] = []
         states: list[NDArray[np.float32]] = []
-        for bucket in range(self.client.router.n_buckets):
+        for partition in range(self.client.router.n_partitions):
             slot = 0
             while slot >= 0:
-                request = Scan(spec.id, bucket, slot, limit, True)
+                request = Scan(spec.id, partition, slot, limit, True)
                 router = self.client.router
-                owner = router.placement.owner[bucket]
+                owner = router.placement.owner[partition]
                 ticket = self.client.everywhere(lambda i, ps, r=request, o=owner: r if ps == o else None, router)  # type: ignore[misc]
                 ticket.wait()
                 if ticket.moved:
-                    continue  # rows keep their slots when a bucket moves: on from here
+                    continue  # rows keep their slots when a partition moves: on from here
                 ((_, answer, body),) = ticket.answers
                 if not isinstance(answer, Scanned):
                     raise InternalError(f"Scan was answered with {answer!r}")

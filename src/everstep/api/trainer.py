@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import torch
 from torch import nn
 
-from everstep.api.seat import Listener, WorkerRuntime
+from everstep.api.listeners import Listener, WorkerRuntime
 from everstep.api.tables import TableSet
 from everstep.data.loader import Loader
 from everstep.errors import EverstepError, ScriptError
@@ -149,11 +149,11 @@ class Trainer(Protocol):
         ...
 
 
-def trainer_for(seat: WorkerRuntime) -> Trainer:
+def trainer_for(runtime: WorkerRuntime) -> Trainer:
     """Return the trainer of the job's mode."""
-    module, _, name = TRAINERS[seat.spec.mode].partition(":")
+    module, _, name = TRAINERS[runtime.spec.mode].partition(":")
     make: Callable[[WorkerRuntime], Trainer] = getattr(importlib.import_module(module), name)
-    return make(seat)
+    return make(runtime)
 
 
 @contextmanager

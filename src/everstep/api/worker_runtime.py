@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, cast
 
-from everstep.api.seat import GroupListener, Listener, TurnListener
+from everstep.api.listeners import GroupListener, Listener, TurnListener
 from everstep.brain.events import (
     Answer,
     ChiefAsked,
@@ -50,7 +50,7 @@ _CHIEF_AGAIN_S = 1.0  # in the loop; behind it every question is asked
 _GROUP_BEAT_S = 0.5  # a member of a group that stopped holds up all others: found by its silence
 
 
-class WorkerSeat:
+class ProcessRuntime:
     """See the top of this file."""
 
     embedded = False
@@ -78,8 +78,8 @@ class WorkerSeat:
         return f"<WorkerSeat worker:{self.slot} #{self.incarnation} on {self.node} {self.control}>"
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str]) -> WorkerSeat:
-        """Make the seat from the environment, as the agent starts workers. Raises ConfigError where a variable is
+    def from_environment(cls, environment: Mapping[str, str]) -> ProcessRuntime:
+        """Make the runtime from the environment, as the agent starts workers. Raises ConfigError where a variable is
         missing or wrong."""
         try:
             run_dir = Path(environment["EVERSTEP_RUN_DIR"])
@@ -94,7 +94,7 @@ class WorkerSeat:
             ) from None
         return cls(read_spec(run_dir), run_dir, slot, incarnation, node, prefetch)
 
-    # ------------------------------------------------------------ Seat
+    # ------------------------------------------------------------ Runtime
 
     def start(self, listener: Listener) -> None:
         self._listener = listener

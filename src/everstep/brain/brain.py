@@ -22,9 +22,9 @@ from collections.abc import Iterator
 
 from everstep.brain.brain_state import State, decode_state, encode_state
 from everstep.brain.checkpoints import Checkpoints
-from everstep.brain.concerns.bucket_facts import BucketFacts
 from everstep.brain.concerns.composition import Concerns
 from everstep.brain.concerns.group_facts import GroupFacts
+from everstep.brain.concerns.partition_facts import PartitionFacts
 from everstep.brain.duty import Duty
 from everstep.brain.events import Event, InstructionType, Refused, Reply, Said
 from everstep.brain.job import JobState
@@ -128,7 +128,7 @@ class Brain:
         return self.shards.leases
 
     @property
-    def keeper(self) -> BucketFacts:
+    def keeper(self) -> PartitionFacts:
         return self.concerns.placement.facts
 
     @property
@@ -146,10 +146,10 @@ class Brain:
 
     def may_end(self, slot: Slot, incarnation: Incarnation) -> bool:
         """Whether a worker whose script has ended may go: nobody will need its state any more."""
-        seat = self.members.current(Role.WORKER, slot, incarnation)
-        if seat is None or seat.stopping or self.job.over:
+        record = self.members.current(Role.WORKER, slot, incarnation)
+        if record is None or record.stopping or self.job.over:
             return True
-        return self.concerns.training.may_end(seat)
+        return self.concerns.training.may_end(record)
 
 
 __all__ = ["Brain", "State"]

@@ -1,18 +1,18 @@
 """Checkpoints of the job, and when a done shard may be forgotten.
 
-Theory. A checkpoint needs no barrier: every ps images its buckets when it gets to it, and an image carries the
-watermarks of its bucket, so any set of images, one of each bucket, can be gone on from: what a bucket lacks is trained
-again for that bucket alone. That makes every failure on the way harmless: an image stays good whatever becomes of its
-ps, buckets may move meanwhile (their new owner is asked for what is still lacking), and a checkpoint that comes to
-nothing is only given up. It exists when its manifest is durable.
+Theory. A checkpoint needs no barrier: every ps snapshots its partitions when it gets to it, and a snapshot carries the
+watermarks of its partition, so any set of snapshots, one of each partition, can be gone on from: what a partition lacks
+is trained again for that partition alone. That makes every failure on the way harmless: a snapshot stays good whatever
+becomes of its ps, partitions may move meanwhile (their new owner is asked for what is still lacking), and a checkpoint
+that comes to nothing is only given up. It exists when its manifest is durable.
 
 Two rules tie it to the shards:
 
 1. *The tier rule.* A done shard is released, so that it can never be trained again, only when the durable tier of the
-   job has it: with checkpoints configured, when every image of a committed checkpoint does; with eager parity, when
+   job has it: with checkpoints configured, when every snapshot of a committed checkpoint does; with eager parity, when
    the ps have confirmed that their mirrors have it; else at once, since memory (or its acknowledged mirror) is all
    there is.
-2. *Nothing is released while a checkpoint is being written.* A released shard has no watermark; an image taken before
+2. *Nothing is released while a checkpoint is being written.* A released shard has no watermark; a snapshot taken before
    it began and one taken after its release could not be told apart.
 
 One checkpoint at a time; nothing here waits or reads a clock.
@@ -24,16 +24,16 @@ from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 
-from everstep.brain.events import CommitManifest, DropCheckpoints, InstructionType, Note, OrderImages, ReleaseShards
+from everstep.brain.events import CommitManifest, DropCheckpoints, InstructionType, Note, OrderSnapshots, ReleaseShards
 from everstep.brain.job import JobState
 from everstep.brain.shards import RELEASE_BATCH, Shards
 from everstep.config.spec import JobSpec
-from everstep.ids import BucketId, ShardKey, Slot
+from everstep.ids import PartitionId, ShardKey, Slot
 from everstep.model.decision import Decision
 from everstep.model.group import Mark
-from everstep.model.image import BucketImage, Manifest
 from everstep.model.reasons import CheckpointReason
 from everstep.model.shard import shard_key, split_key
+from everstep.model.snapshot import Manifest, PartitionSnapshot
 from everstep.model.table import TableSpec
 from everstep.model.words import checkpoint_words
 from everstep.policies.checkpoints import since_of
@@ -68,22 +68,22 @@ def waits_for_mirrors(spec: JobSpec) -> bool:
     return spec.parity not in ("", "0") and spec.protect == "eager"
 
 
-class Writing(msgspec.Struct, kw_only=True):
+class Writing(msgspec.Struct, kw_only=True, rename={"snapshots": "images", "partial": "draft"}):
     """The checkpoint in progress. ``since``: the one that its increments build on, 0: none; ``failures``: errors told,
-    by ps; ``manifest``: set once every bucket has an image and its writing was ordered. ``disowned``: buckets that went
-    back to something older meanwhile: only an image of their owner counts."""
+    by ps; ``manifest``: set once every partition has a snapshot and its writing was ordered. ``disowned``: partitions
+    that went back to something older meanwhile: only a snapshot of their owner counts."""
 
     number: int
     since: int
     reason: CheckpointReason
     began_at: float
-    images: dict[int, BucketImage] = {}
+    snapshots: dict[int, PartitionSnapshot] = {}
     tables: dict[str, TableSpec] = {}
     failures: dict[int, int] = {}
     manifest: Manifest | None = None
     disowned: list[int] = []
     writer: Slot = Slot(-1)  # mode allreduce: who is to write the replica; -1: rank 0 of the group
-    draft: Manifest | None = None  # mode allreduce with ps: it has the replica, and no images yet
+    partial: Manifest | None = None  # mode allreduce with ps: it has the replica, and no snapshots yet
 
     @property
     def ends_job(self) -> bool:
@@ -110,8 +110,8 @@ class CheckpointRecords(msgspec.Struct):
 
     ``resumed``: the checkpoint that this job began with, and ``resumed_from`` where that lies; its ``datasets`` are the
     first of this job. ``final``: the one that the job ends with is over; ``reruns``: of scripts that had ended, for
-    shards that came back. ``usable``: a bucket may fall back to its image in ``newest``, since no shard was released
-    that the images lack. ``confirmed``: see :meth:`confirm`; ``covered``: see
+    shards that came back. ``usable``: a partition may fall back to its snapshot in ``newest``, since no shard was
+    released that the snapshots lack. ``confirmed``: see :meth:`confirm`; ``covered``: see
     :meth:`cover`. ``stopping``: why the job ends once it has a last checkpoint; ``stopped``: it has, or gave that up.
     ``last``: the checkpoint that has all that the job ends with, 0: there is none. ``refused``: by checkpoint, whom it
     killed or failed while it was loaded; ``aside``: the one that was set aside for it, 0: none.
@@ -144,12 +144,12 @@ class CheckpointRecords(msgspec.Struct):
         now = f"writing {self.writing.number}" if self.writing is not None else "idle"
         return f"<checkpoints {now}, newest {self.newest.checkpoint if self.newest is not None else 0}>"
 
-    def newest_image(self, bucket: BucketId) -> tuple[int, BucketImage] | None:
-        """The checkpoint and the image that a bucket may fall back to; None: there is none. What the image lacks of the
-        done shards (``Shards.lacking``) must then be reopened (``Shards.reopen_done``)."""
+    def newest_snapshot(self, partition: PartitionId) -> tuple[int, PartitionSnapshot] | None:
+        """The checkpoint and the snapshot that a partition may fall back to; None: there is none. What the snapshot
+        lacks of the done shards (``Shards.lacking``) must then be reopened (``Shards.reopen_done``)."""
         if self.newest is None or not self.usable:
             return None
-        found = next((image for image in self.newest.images if image.bucket == bucket), None)
+        found = next((snapshot for snapshot in self.newest.snapshots if snapshot.partition == partition), None)
         return (self.newest.checkpoint, found) if found is not None else None
 
     @property
@@ -171,22 +171,26 @@ class CheckpointRecords(msgspec.Struct):
         """Assert what must always hold."""
         assert self.newest is None or self.newest.checkpoint <= self.numbers, "a checkpoint from the future"
         if self.newest is not None and self.newest.replica is None:
-            assert [i.bucket for i in self.newest.images] == list(range(self.newest.buckets)), "images are missing"
+            assert [i.partition for i in self.newest.snapshots] == list(range(self.newest.partitions)), (
+                "images are missing"
+            )
         if self.writing is not None:
             assert self.writing.number == self.numbers and self.writing.since < self.numbers
             manifest = self.writing.manifest
-            whole = manifest is None or manifest.replica is not None or len(self.writing.images) == job.spec.buckets
+            whole = (
+                manifest is None or manifest.replica is not None or len(self.writing.snapshots) == job.spec.partitions
+            )
             assert whole, "a manifest that lacks images"
 
 
 class Checkpoints(CheckpointRecords):
     """What happens to checkpoints: one is begun, taken part by part, committed or given up."""
 
-    # ------------------------------------------------------------ for whoever restores buckets
+    # ------------------------------------------------------------ for whoever restores partitions
 
-    def first_images(self, buckets: int) -> tuple[tuple[BucketId, int], ...]:
-        """What the first placement of a resumed job has its ps load: every bucket."""
-        return tuple((BucketId(b), self.resumed) for b in range(buckets)) if self.resumed else ()
+    def first_snapshots(self, partitions: int) -> tuple[tuple[PartitionId, int], ...]:
+        """What the first placement of a resumed job has its ps load: every partition."""
+        return tuple((PartitionId(b), self.resumed) for b in range(partitions)) if self.resumed else ()
 
     def load_failed(self, checkpoint: int, who: str, why: str) -> list[InstructionType]:
         """``who`` could not load its part of it, or died of that. The second time it is set aside: whoever loads it
@@ -226,7 +230,7 @@ class Checkpoints(CheckpointRecords):
         if has_checkpoints(job.spec):
             if self.newest is None:
                 return []
-            lacking = shards.lacking(self.newest.images)
+            lacking = shards.lacking(self.newest.snapshots)
             keys = [key for key in keys if key not in lacking]
         if waits_for_mirrors(job.spec):
             keys = [key for key in keys if shards.releasing[key].at < self.confirmed]
@@ -243,20 +247,20 @@ class Checkpoints(CheckpointRecords):
     def begin(
         self, job: JobState, at: float, reason: CheckpointReason, base: bool, what: str = ""
     ) -> list[InstructionType]:
-        """Order images from every ps; nothing if one is being written. ``what``: it will have, for people; "": those
-        images."""
+        """Order snapshots from every ps; nothing if one is being written. ``what``: it will have, for people; "": those
+        snapshots."""
         if self.writing is not None:
             return []
         self.numbers += 1
         newest = self.newest.checkpoint if self.newest is not None and self.committed else 0
-        since = since_of(newest, self.increments, job.spec.checkpoint_base_every, base)
+        since = since_of(newest, self.increments, job.spec.checkpoint_full_every, base)
         self.writing = Writing(number=self.numbers, since=since, reason=reason, began_at=at)
         self.begun_at = at
         what = what or (f"what changed since checkpoint {since}" if since else "a base: every page")
         words = checkpoint_words(reason)
         inputs: Inputs = {"checkpoint": self.numbers, "since": since, "reason": words}
         why = Decision("checkpoint begun", f"checkpoint {self.numbers} ({words}): {what}", inputs)
-        return [OrderImages(self.numbers, since), Note("", why)]
+        return [OrderSnapshots(self.numbers, since), Note("", why)]
 
     def take(
         self,
@@ -265,42 +269,42 @@ class Checkpoints(CheckpointRecords):
         at: float,
         slot: Slot,
         checkpoint: int,
-        images: Iterable[BucketImage],
+        snapshots: Iterable[PartitionSnapshot],
         tables: Iterable[TableSpec],
         error: str,
-        owned: Collection[BucketId] = (),
+        owned: Collection[PartitionId] = (),
     ) -> list[InstructionType]:
-        """A ps tells of its part. Images are good for ever, so it does not matter who owns the buckets by now, unless
-        they were disowned: then only those of what the ps owns now (``owned``) count."""
+        """A ps tells of its part. Snapshots are good for ever, so it does not matter who owns the partitions by now,
+        unless they were disowned: then only those of what the ps owns now (``owned``) count."""
         writing = self.writing
         if writing is None or writing.number != checkpoint or writing.manifest is not None:
             return []
         if error:
             return self.failed(f"ps:{slot}", slot, error)
-        for image in images:
-            if writing.draft is not None and (lack := lacks(writing.draft, image)):
+        for snapshot in snapshots:
+            if writing.partial is not None and (lack := lacks(writing.partial, snapshot)):
                 return self.give_up(lack)
-            known = writing.images.get(image.bucket)
-            if image.bucket in writing.disowned and image.bucket not in owned:
+            known = writing.snapshots.get(snapshot.partition)
+            if snapshot.partition in writing.disowned and snapshot.partition not in owned:
                 continue
-            if 0 <= image.bucket < job.spec.buckets and (known is None or known.seq <= image.seq):
-                writing.images[image.bucket] = image
+            if 0 <= snapshot.partition < job.spec.partitions and (known is None or known.seq <= snapshot.seq):
+                writing.snapshots[snapshot.partition] = snapshot
         writing.tables.update((table.name, table) for table in tables)
-        if len(writing.images) < job.spec.buckets:
+        if len(writing.snapshots) < job.spec.partitions:
             return []
         return self._complete(job, shards, writing, at)
 
-    def disown(self, buckets: Collection[BucketId]) -> list[InstructionType]:
-        """These buckets go on from something older than what they were: their images are of a past that was undone, and
-        must not come back as the newest."""
+    def disown(self, partitions: Collection[PartitionId]) -> list[InstructionType]:
+        """These partitions go on from something older than what they were: their snapshots are of a past that was
+        undone, and must not come back as the newest."""
         writing = self.writing
-        if writing is None or not buckets:
+        if writing is None or not partitions:
             return []
         if writing.manifest is not None:
-            return self.give_up(f"{len(buckets)} buckets went back behind their images")
-        writing.disowned = sorted({*writing.disowned, *buckets})
-        for bucket in buckets:
-            writing.images.pop(bucket, None)
+            return self.give_up(f"{len(partitions)} buckets went back behind their images")
+        writing.disowned = sorted({*writing.disowned, *partitions})
+        for partition in partitions:
+            writing.snapshots.pop(partition, None)
         return []
 
     def failed(self, member: str, slot: int, error: str) -> list[InstructionType]:
@@ -319,32 +323,32 @@ class Checkpoints(CheckpointRecords):
         return out
 
     def _complete(self, job: JobState, shards: Shards, writing: Writing, at: float) -> list[InstructionType]:
-        """Every bucket has an image: have the manifest written."""
-        images = tuple(writing.images[b] for b in sorted(writing.images))
+        """Every partition has a snapshot: have the manifest written."""
+        snapshots = tuple(writing.snapshots[b] for b in sorted(writing.snapshots))
         tables = tuple(writing.tables[name] for name in sorted(writing.tables))
-        if writing.draft is not None:
-            writing.manifest = msgspec.structs.replace(writing.draft, images=images, tables=tables)
-            words = f"step {writing.draft.replica.mark.step}" if writing.draft.replica is not None else "a replica"
-            why = Decision("commit the checkpoint", f"{words}, all {len(images)} buckets have an image")
+        if writing.partial is not None:
+            writing.manifest = msgspec.structs.replace(writing.partial, snapshots=snapshots, tables=tables)
+            words = f"step {writing.partial.replica.mark.step}" if writing.partial.replica is not None else "a replica"
+            why = Decision("commit the checkpoint", f"{words}, all {len(snapshots)} buckets have an image")
             return [CommitManifest(writing.manifest, why)]
-        positions = shards.positions(images)
+        positions = shards.positions(snapshots)
         manifest = Manifest(
             job=job.spec.name,
             checkpoint=writing.number,
             at=at,
             base=writing.since,
             seed=job.spec.seed,
-            buckets=job.spec.buckets,
+            partitions=job.spec.partitions,
             tables=tables,
-            images=images,
+            snapshots=snapshots,
             datasets=positions,
-            samples_done=shards.samples_done - sum(shards.releasing[key].samples for key in shards.lacking(images)),
+            samples_done=shards.samples_done - sum(shards.releasing[key].samples for key in shards.lacking(snapshots)),
             spec=job.spec,
             master_incarnation=job.master_incarnation,
         )
         writing.manifest = manifest
-        inputs: Inputs = {"checkpoint": writing.number, "bytes": _bytes_of(images), "samples": manifest.samples_done}
-        why = Decision("commit the checkpoint", f"all {len(images)} buckets have an image", inputs)
+        inputs: Inputs = {"checkpoint": writing.number, "bytes": _bytes_of(snapshots), "samples": manifest.samples_done}
+        why = Decision("commit the checkpoint", f"all {len(snapshots)} buckets have an image", inputs)
         return [CommitManifest(manifest, why)]
 
     def commit(
@@ -360,7 +364,7 @@ class Checkpoints(CheckpointRecords):
         if manifest is None:
             return []
         took_s = round(at - writing.began_at, 3)
-        size_bytes = _bytes_of(manifest.images)
+        size_bytes = _bytes_of(manifest.snapshots)
         if manifest.replica is not None:
             size_bytes += manifest.replica.file.size_bytes
         self.shown = Kept(checkpoint, at, writing.since, size_bytes, took_s)
@@ -403,7 +407,7 @@ class Checkpoints(CheckpointRecords):
         self.stopped = writing.reason is CheckpointReason.STOP
         self.given_up += 1
         newest = f"checkpoint {self.newest.checkpoint}" if self.newest is not None else "none yet"
-        inputs: Inputs = {"checkpoint": writing.number, "images": len(writing.images)}
+        inputs: Inputs = {"checkpoint": writing.number, "images": len(writing.snapshots)}
         words = f"checkpoint {writing.number}: {reason}; the newest stays {newest}"
         gone = DropCheckpoints((writing.number,))
         return [gone, Note("", Decision("checkpoint given up", words, inputs))]
@@ -413,7 +417,7 @@ class Checkpoints(CheckpointRecords):
         writing = self.writing
         if writing is None or writing.manifest is not None or at - writing.began_at < self.limit_s:
             return []
-        return self.give_up(f"not complete after {at - writing.began_at:.0f} s ({len(writing.images)} buckets are)")
+        return self.give_up(f"not complete after {at - writing.began_at:.0f} s ({len(writing.snapshots)} buckets are)")
 
     def finish(self, job: JobState, at: float, can_save: bool) -> list[InstructionType] | None:
         """Every script has ended. With checkpoints configured the job ends with one that has everything: what leads
@@ -421,7 +425,7 @@ class Checkpoints(CheckpointRecords):
         if self.final or not ends_with_checkpoint(job.spec):
             return None
         if not can_save:  # (the last member did before it went)
-            begun = self.writing is not None and (self.writing.manifest or self.writing.draft) is not None
+            begun = self.writing is not None and (self.writing.manifest or self.writing.partial) is not None
             return [] if begun else None
         # (nothing while another is written, which may lack the end)
         return self.begin(job, at, CheckpointReason.FINAL, base=False)
@@ -439,14 +443,14 @@ class Checkpoints(CheckpointRecords):
         self, job: JobState, shards: Shards, manifest: Manifest, url: str, numbers: int
     ) -> list[InstructionType]:
         """Begin with what ``manifest`` has; nothing if this job has begun in any way. Raises nothing: whoever made the
-        event checked that the manifest is whole and of as many buckets."""
+        event checked that the manifest is whole and of as many partitions."""
         if self.resumed or shards.datasets or self.newest is not None:
             return []
         self.resumed, self.resumed_from = manifest.checkpoint, url
         self.numbers = max(numbers, manifest.checkpoint)
         self.newest, self.usable = manifest, True
         self.datasets = len(manifest.datasets)
-        shards.resume(manifest.datasets, manifest.images)
+        shards.resume(manifest.datasets, manifest.snapshots)
         inputs: Inputs = {"checkpoint": manifest.checkpoint, "samples": shards.samples_done, "job": manifest.job}
         words = f"checkpoint {manifest.checkpoint} of {url}: {shards.samples_done} samples are in all of its images"
         return [Note("", Decision("resume", words + by_word(job), inputs))]
@@ -474,24 +478,24 @@ def replica_start(checkpoints: Checkpoints) -> tuple[Mark, int]:
     return turned(newest.replica.mark, newest), newest.checkpoint
 
 
-def lacks(draft: Manifest, image: BucketImage) -> str:
-    """Why this image of a table's bucket does not go with the replica of ``draft``: a job that went on from both would
-    never train for that bucket what the replica has had; "": it does."""
-    if draft.replica is None:
+def lacks(partial: Manifest, snapshot: PartitionSnapshot) -> str:
+    """Why this snapshot of a table's partition does not go with the replica of ``partial``: a job that went on from
+    both would never train for that partition what the replica has had; "": it does."""
+    if partial.replica is None:
         return ""
-    mark = draft.replica.mark
+    mark = partial.replica.mark
     epoch, position = mark.epoch, mark.position
-    if not position and epoch and mark.dataset < len(draft.datasets):
-        epoch, position = epoch - 1, draft.datasets[mark.dataset].plan.samples
+    if not position and epoch and mark.dataset < len(partial.datasets):
+        epoch, position = epoch - 1, partial.datasets[mark.dataset].plan.samples
     shard = shard_key(mark.dataset, epoch, 0)
-    if draft.replica.waits_in >= 0:  # (the replica has the gradients from there on itself)
-        shard, position = ShardKey(draft.replica.waits_in), draft.replica.waits_from
+    if partial.replica.waits_in >= 0:  # (the replica has the gradients from there on itself)
+        shard, position = ShardKey(partial.replica.waits_in), partial.replica.waits_from
         epoch = split_key(shard)[1]
-    found = dict(image.watermarks).get(shard, 0)
+    found = dict(snapshot.watermarks).get(shard, 0)
     if found >= position:
         return ""
-    return f"bucket {image.bucket} is at sample {found} of epoch {epoch}, the replica at {position}"
+    return f"bucket {snapshot.partition} is at sample {found} of epoch {epoch}, the replica at {position}"
 
 
-def _bytes_of(images: Sequence[BucketImage]) -> int:
-    return sum(image.bytes_written for image in images)
+def _bytes_of(snapshots: Sequence[PartitionSnapshot]) -> int:
+    return sum(snapshot.bytes_written for snapshot in snapshots)

@@ -41,17 +41,19 @@ class Duty(msgspec.Struct):
     def __repr__(self) -> str:
         return f"<duty of {f'worker:{self.slot}' if self.slot >= 0 else 'nobody'}{' done' if self.done else ''}>"
 
-    def ask(self, members: Members, seat: SlotRecord, final: frozenset[Slot], trained: bool) -> bool:
-        """Whether the process of ``seat`` is the chief. ``final``: workers that have the state that all end with, where
-        that is known; ``trained``: all data is."""
-        if not self.done and not self._keeps(members, seat, final, trained):
+    def ask(self, members: Members, record: SlotRecord, final: frozenset[Slot], trained: bool) -> bool:
+        """Whether the process of ``record`` is the chief. ``final``: workers that have the state that all end with,
+        where that is known; ``trained``: all data is."""
+        if not self.done and not self._keeps(members, record, final, trained):
             there = [s for s in _able(members) if not final or s in final]
-            self.slot = seat.member.slot if self.slot >= 0 or seat.stopping else min(there, default=seat.member.slot)
-        chief = not self.done and self.slot == seat.member.slot
+            self.slot = (
+                record.member.slot if self.slot >= 0 or record.stopping else min(there, default=record.member.slot)
+            )
+        chief = not self.done and self.slot == record.member.slot
         if chief:
-            self.told = seat.member.incarnation
-        if seat.chief != CHIEF:
-            seat.chief = CHIEF if chief else NOT_CHIEF
+            self.told = record.member.incarnation
+        if record.chief != CHIEF:
+            record.chief = CHIEF if chief else NOT_CHIEF
         return chief
 
     def _keeps(self, members: Members, asker: SlotRecord, final: frozenset[Slot], trained: bool) -> bool:
@@ -66,21 +68,21 @@ class Duty(msgspec.Struct):
         behind = behind and (trained or self.told != holder.member.incarnation)
         return not (lost or behind)
 
-    def ended_well(self, members: Members, seat: SlotRecord) -> None:
+    def ended_well(self, members: Members, record: SlotRecord) -> None:
         """The script of this process has come to its end."""
         if self.done:
             return
         holder = members.workers.get(self.slot)
         gone = holder is None or holder.stopping or not (holder.running or holder.waiting)
-        if holder is not seat and gone:
-            others = [s for s in _able(members) if s != seat.member.slot]
+        if holder is not record and gone:
+            others = [s for s in _able(members) if s != record.member.slot]
             if self.slot < 0:
                 self.slot = (
-                    min((*others, seat.member.slot)) if seat.chief != NOT_CHIEF else min(others, default=self.slot)
+                    min((*others, record.member.slot)) if record.chief != NOT_CHIEF else min(others, default=self.slot)
                 )
-            elif seat.chief == CHIEF:
-                self.slot = seat.member.slot
-        if self.slot == seat.member.slot and seat.chief != NOT_CHIEF:
+            elif record.chief == CHIEF:
+                self.slot = record.member.slot
+        if self.slot == record.member.slot and record.chief != NOT_CHIEF:
             self.done = True
 
     def undone(self) -> None:
@@ -89,27 +91,27 @@ class Duty(msgspec.Struct):
 
     def settle(self, members: Members) -> None:
         """Nobody runs any more: whether a script that has ended well was the chief's, or may have been."""
-        ended = [seat for seat in members.workers.values() if seat.finished]
-        self.done = self.done or any(seat.chief != NOT_CHIEF for seat in ended)
+        ended = [record for record in members.workers.values() if record.finished]
+        self.done = self.done or any(record.chief != NOT_CHIEF for record in ended)
 
     # ------------------------------------------------------------ what may be done once
 
-    def claim(self, members: Members, key: str, seat: SlotRecord) -> bool:
-        """Whether the process of ``seat`` is to do it: it was not done, and nobody who lives is at it."""
-        known, m = self.once.get(key), seat.member
+    def claim(self, members: Members, key: str, record: SlotRecord) -> bool:
+        """Whether the process of ``record`` is to do it: it was not done, and nobody who lives is at it."""
+        known, m = self.once.get(key), record.member
         if known is not None and (known.done or self._lives(members, known)):
             return not known.done and (known.slot, known.incarnation) == (m.slot, m.incarnation)
         self.once[key] = Claim(m.slot, m.incarnation)
         return True
 
     def _lives(self, members: Members, claim: Claim) -> bool:
-        seat = members.workers.get(claim.slot)
-        return seat is not None and seat.running and seat.member.incarnation == claim.incarnation
+        record = members.workers.get(claim.slot)
+        return record is not None and record.running and record.member.incarnation == claim.incarnation
 
-    def did(self, key: str, seat: SlotRecord) -> None:
-        self.once[key] = Claim(seat.member.slot, seat.member.incarnation, done=True)
+    def did(self, key: str, record: SlotRecord) -> None:
+        self.once[key] = Claim(record.member.slot, record.member.incarnation, done=True)
 
 
 def _able(members: Members) -> list[Slot]:
     """Workers that run, or are being started, and stay."""
-    return [slot for slot, seat in members.workers.items() if seat.running and not seat.stopping]
+    return [slot for slot, record in members.workers.items() if record.running and not record.stopping]

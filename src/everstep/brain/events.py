@@ -14,17 +14,17 @@ import msgspec
 
 from everstep.bounds import ExitStatus, HostName, Members, PlaceName, Places, PriceUsd, Seconds, Whole, WholeOrNone
 from everstep.config.spec import JobSpec
-from everstep.ids import BucketId, Incarnation, LeaseNo, NodeId, ShardKey, Slot
+from everstep.ids import Incarnation, LeaseNo, NodeId, PartitionId, ShardKey, Slot
 from everstep.model.capacity import CapacityStep, Market
 from everstep.model.decision import Decision
 from everstep.model.failure import Failure
 from everstep.model.group import Committed, Group, Mark
-from everstep.model.image import BucketImage, Holdings, Manifest, ReplicaImage
 from everstep.model.member import Address, MemberKey, Role
 from everstep.model.placement import Placement
 from everstep.model.plan import Plan as PolicyPlan
 from everstep.model.reasons import Arrival, CheckpointReason, LeaveReason
 from everstep.model.shard import Lease, ShardSchedule
+from everstep.model.snapshot import Holdings, Manifest, PartitionSnapshot, ReplicaCopy
 from everstep.model.table import TableSpec
 from everstep.policies.hot import HotMove
 
@@ -96,30 +96,30 @@ class MirrorsReady(Fact, frozen=True, tag="mirrors_ready"):
     torn: tuple[Whole, ...] = ()
 
 
-class BucketsReady(Fact, frozen=True, tag="buckets_ready"):
-    """Buckets that a placement gave to a ps are whole there; ``how`` STUCK: they are not, and the ps has no way to
+class PartitionsReady(Fact, frozen=True, tag="buckets_ready"):
+    """Partitions that a placement gave to a ps are whole there; ``how`` STUCK: they are not, and the ps has no way to
     get them. Answer: Ok | Fenced."""
 
     placement: Whole  # version
-    buckets: tuple[BucketId, ...]
+    partitions: tuple[PartitionId, ...]
     how: Arrival
 
 
 class LoadFailed(Fact, frozen=True, tag="load_failed"):
-    """A ps cannot load the image of a bucket that a placement gave it (``error``, one line). Answer: Ok |
+    """A ps cannot load the snapshot of a partition that a placement gave it (``error``, one line). Answer: Ok |
     Fenced."""
 
     placement: Whole  # version
-    bucket: BucketId
+    partition: PartitionId
     checkpoint: Whole
     error: str
 
 
-class ImagesWritten(Fact, frozen=True, tag="images_written"):
+class SnapshotsWritten(Fact, frozen=True, tag="images_written"):
     """A ps wrote its part of a checkpoint durably, or could not (``error``, one line). Answer: Ok | Fenced."""
 
     checkpoint: Whole
-    images: tuple[BucketImage, ...] = ()
+    snapshots: tuple[PartitionSnapshot, ...] = ()
     tables: tuple[TableSpec, ...] = ()
     error: str = ""
 
@@ -129,7 +129,7 @@ class ReplicaWritten(Fact, frozen=True, tag="replica_written"):
     Answer: Ok | Refused (say it again, a little later) | Fenced."""
 
     checkpoint: Whole
-    replica: ReplicaImage | None = None
+    replica: ReplicaCopy | None = None
     error: str = ""
 
 
@@ -336,8 +336,8 @@ class NodesDue(Fact, frozen=True, tag="nodes_due"):
     """The time is over in which the job waits for its first nodes (``JobState.nodes_due_at``)."""
 
 
-class HotBuckets(Fact, frozen=True, tag="hot_buckets"):
-    """Buckets that should move from a ps that has too much to do. ``loads``: rows a second, by ps."""
+class HotPartitions(Fact, frozen=True, tag="hot_buckets"):
+    """Partitions that should move from a ps that has too much to do. ``loads``: rows a second, by ps."""
 
     moves: tuple[HotMove, ...]
     loads: tuple[tuple[Slot, int], ...] = ()
@@ -398,9 +398,9 @@ Said = (
     | ScaleAsked
     | StopAsked
     | MirrorsReady
-    | BucketsReady
+    | PartitionsReady
     | LoadFailed
-    | ImagesWritten
+    | SnapshotsWritten
     | ReplicaWritten
     | CheckpointAsked
     | DrainAsked
@@ -426,7 +426,7 @@ Noticed = (
     | CheckpointCommitted
     | JobResumed
     | ShardsConfirmed
-    | HotBuckets
+    | HotPartitions
     | PlanMade
     | PolicyDisabled
     | GroupDue
@@ -647,9 +647,9 @@ class FinishJob(Instruction, frozen=True, tag="finish_job"):
     error: str
 
 
-class OrderImages(Instruction, frozen=True, tag="order_images"):
-    """Every ps of the placement writes images of the buckets it owns (see messages.TakeImages); in mode allreduce the
-    leader of the group its state (messages.TakeReplica)."""
+class OrderSnapshots(Instruction, frozen=True, tag="order_images"):
+    """Every ps of the placement writes snapshots of the partitions it owns (see messages.TakeSnapshots); in mode
+    allreduce the leader of the group its state (messages.TakeReplica)."""
 
     checkpoint: int
     since: int
@@ -678,7 +678,7 @@ InstructionType = (
     | RevokeLease
     | Note
     | FinishJob
-    | OrderImages
+    | OrderSnapshots
     | CommitManifest
     | DropCheckpoints
 )

@@ -7,27 +7,27 @@ from everstep.model.failure import Failure
 from everstep.model.member import Role
 
 
-def judge(failure: Failure | None, seat: SlotRecord, members: Members, retries: int, progress: int) -> str:
+def judge(failure: Failure | None, record: SlotRecord, members: Members, retries: int, progress: int) -> str:
     """Count it. ``progress``: what the job has trained so far, a number that grows. Returns why
     there is no other try, "" where there is one."""
     if failure is None or failure.cause == "script":
         return "it would raise again"
-    if failure.steps and progress > seat.failed_at:  # it got on, and the job too: beyond where it failed last
-        seat.failures, seat.failed = 0, ""
-    before, seat.failed, seat.failed_at = seat.failed, failure.where, max(progress, seat.failed_at)
-    seat.failures += 1
-    here = seat.member.node
+    if failure.steps and progress > record.failed_at:  # it got on, and the job too: beyond where it failed last
+        record.failures, record.failed = 0, ""
+    before, record.failed, record.failed_at = record.failed, failure.where, max(progress, record.failed_at)
+    record.failures += 1
+    here = record.member.node
     if failure.cause == "node":
         if not any(room.node != here and room.free for room in members.rooms(Role.WORKER)):
             return "no other node has a place, and here it would raise again"
-        seat.avoid = here
+        record.avoid = here
     if failure.cause in ("memory", "device"):
         if before == failure.where:
             return "it raised the same at the same place again"
         for other in members.workers.values():
-            if other is not seat and (other.failed, other.failed_at) == (failure.where, progress):
+            if other is not record and (other.failed, other.failed_at) == (failure.where, progress):
                 return f"{other.member.key} raised the same at the same place"
-        seat.avoid = here if failure.cause == "device" else seat.avoid  # (if there is another)
-    if seat.failures > retries:
-        return f"it failed {seat.failures} times in a row without a step between; script_retries={retries}"
+        record.avoid = here if failure.cause == "device" else record.avoid  # (if there is another)
+    if record.failures > retries:
+        return f"it failed {record.failures} times in a row without a step between; script_retries={retries}"
     return ""

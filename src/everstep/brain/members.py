@@ -73,7 +73,7 @@ class SlotRecord(msgspec.Struct):
         return self.member.state in RUNNING
 
     def __repr__(self) -> str:
-        return f"<seat {self.member!r} holds {len(self.held)} losses={self.losses} streak={self.streak}>"
+        return f"<SlotRecord {self.member!r} holds {len(self.held)} losses={self.losses} streak={self.streak}>"
 
 
 class Members(msgspec.Struct):
@@ -92,14 +92,14 @@ class Members(msgspec.Struct):
         yield from self.servers.values()
 
     def on(self, node: NodeId) -> list[SlotRecord]:
-        return [seat for seat in self.all() if seat.member.node == node]
+        return [record for record in self.all() if record.member.node == node]
 
     def current(self, role: Role, slot: Slot, incarnation: Incarnation) -> SlotRecord | None:
-        """The seat, if this very process fills it and was not declared dead; else None: it is fenced."""
-        seat = self.of(role).get(slot)
-        if seat is None or seat.member.incarnation != incarnation or seat.member.state not in RUNNING:
+        """The record, if this very process fills it and was not declared dead; else None: it is fenced."""
+        record = self.of(role).get(slot)
+        if record is None or record.member.incarnation != incarnation or record.member.state not in RUNNING:
             return None
-        return seat
+        return record
 
     def rooms(self, role: Role) -> list[NodeRoom]:
         """What each living node can still take of this role. ``used`` is 0 where the places are not counted."""
@@ -110,9 +110,9 @@ class Members(msgspec.Struct):
         }
         used = dict.fromkeys(places, 0)
         if any(places.values()):  # (else nobody asks: 1,000 members of one node would be counted each time)
-            for seat in self.of(role).values():
-                node = seat.member.node
-                if seat.running and (places.get(node) or (role is Role.PS and node in used)):
+            for record in self.of(role).values():
+                node = record.member.node
+                if record.running and (places.get(node) or (role is Role.PS and node in used)):
                     used[node] += 1
         return [NodeRoom(node, of, used[node], self.machine_of(node)) for node, of in places.items()]
 
@@ -123,32 +123,32 @@ class Members(msgspec.Struct):
 
     def fill(self, role: Role, slot: Slot, node: NodeId, at: float) -> SlotRecord:
         """Give the slot to a new process on ``node``: its incarnation is one more than the last."""
-        seat = self.of(role).get(slot)
-        if seat is None:
+        record = self.of(role).get(slot)
+        if record is None:
             member = Member(role=role, slot=slot, incarnation=Incarnation(1), node=node, since=at)
-            seat = SlotRecord(member)
-            self.of(role)[slot] = seat
-            return seat
-        seat.member = Member(
-            role=role, slot=slot, incarnation=Incarnation(seat.member.incarnation + 1), node=node, since=at
+            record = SlotRecord(member)
+            self.of(role)[slot] = record
+            return record
+        record.member = Member(
+            role=role, slot=slot, incarnation=Incarnation(record.member.incarnation + 1), node=node, since=at
         )
-        seat.stopping = seat.finished = seat.waiting = seat.drained = False
-        seat.chief = seat.loop = 0
-        seat.asked, seat.granted, seat.settled, seat.done = {}, {}, {}, []
-        return seat
+        record.stopping = record.finished = record.waiting = record.drained = False
+        record.chief = record.loop = 0
+        record.asked, record.granted, record.settled, record.done = {}, {}, {}, []
+        return record
 
     def adopt(self, role: Role, slot: Slot, incarnation: Incarnation, node: NodeId, at: float) -> SlotRecord:
         """A process of a later life than known (its start was lost with an unsynced journal tail): it is the one."""
-        seat = self.of(role).get(slot)
+        record = self.of(role).get(slot)
         member = Member(role=role, slot=slot, incarnation=incarnation, node=node, since=at)
-        if seat is None:
-            seat = self.of(role)[slot] = SlotRecord(member)
+        if record is None:
+            record = self.of(role)[slot] = SlotRecord(member)
         else:
-            seat.member = member
-            seat.stopping = seat.finished = seat.waiting = seat.drained = False
-            seat.chief = seat.loop = 0
-            seat.asked, seat.granted, seat.settled, seat.done = {}, {}, {}, []
-        return seat
+            record.member = member
+            record.stopping = record.finished = record.waiting = record.drained = False
+            record.chief = record.loop = 0
+            record.asked, record.granted, record.settled, record.done = {}, {}, {}, []
+        return record
 
 
 class Rooms:
@@ -214,7 +214,7 @@ class Rooms:
         return None
 
 
-def set_state(seat: SlotRecord, state: MemberState, at: float) -> None:
-    if seat.member.state is not state:
-        seat.member.state = state
-        seat.member.since = at
+def set_state(record: SlotRecord, state: MemberState, at: float) -> None:
+    if record.member.state is not state:
+        record.member.state = state
+        record.member.since = at

@@ -2,7 +2,7 @@
 
 Theory
 ------
-Nothing here is needed for exactly-once: buckets apply a range only at its watermark, whoever says what about steps.
+Nothing here is needed for exactly-once: partitions apply a range only at its watermark, whoever says what about steps.
 So nothing of it is journaled, and a word that is lost, repeated or late costs time only. What it is needed for is that
 all ps take the same decision about a late gradient. It is taken here, before the gradient leaves its worker: a worker
 pushes only what a closed step names, all of it; else nothing, and gives its shard back.

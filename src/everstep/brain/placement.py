@@ -1,4 +1,4 @@
-"""The ps of a map, and which acknowledgements of a shard are those of all its buckets."""
+"""The ps of a map, and which acknowledgements of a shard are those of all its partitions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def places_of(servers: Iterable[Member]) -> tuple[PsPlace, ...]:
 
 class Acks(msgspec.Struct, frozen=True, array_like=True):
     """Who has to acknowledge a shard under one map: every one of ``owners`` (slot, life), and nobody who is not one of
-    ``servers``: whoever is none of them had buckets that are elsewhere by now."""
+    ``servers``: whoever is none of them had partitions that are elsewhere by now."""
 
     owners: tuple[tuple[Slot, Incarnation], ...]
     servers: tuple[tuple[Slot, Incarnation], ...]

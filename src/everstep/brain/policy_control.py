@@ -3,7 +3,7 @@
 The policy itself is called outside, by the master's shell: a user's own may be slow, or fail. What comes of it enters
 the brain as an event, a plan or the end of the policy; so replaying a journal runs no policy. ``refuse`` is the check
 of a plan against what the policy was shown: what it finds is the policy's fault, and ends it. What has changed since
-(a member has left, buckets are under way) is nobody's fault: the plan is dropped, all of it, and the next will know.
+(a member has left, partitions are under way) is nobody's fault: the plan is dropped, all of it, and the next will know.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from everstep.model.plan import (
     AdjustRate,
     BackupWorkers,
     KillRestart,
-    MoveBuckets,
+    MovePartitions,
     Plan,
     Scale,
 )
@@ -166,14 +166,14 @@ def _refuse(action: Action, seen: Observations) -> str:
                 return f"{seen.pending} members are still starting, or being emptied"
             if not (seen.places if role is Role.WORKER else seen.ps_places):
                 return f"no node would take another {role}"
-        case MoveBuckets(owners=owners):
+        case MovePartitions(owners=owners):
             servers = {s.slot for s in seen.servers}
             known = {b for s in seen.servers for b in s.owned}
-            for bucket, slot in owners.items():
+            for partition, slot in owners.items():
                 if slot not in servers:
                     return f"ps:{slot} is not there"
-                if bucket not in known:
-                    return f"there is no bucket {bucket}"
+                if partition not in known:
+                    return f"there is no bucket {partition}"
         case Scale(workers=count):
             return refuse_workers(count)
     return ""
@@ -205,7 +205,7 @@ def stale(
                     return f"worker:{gone[0]} is gone"
             case Scale(workers=count) if count > max(job.workers_wanted, MOST_WORKERS * job.spec.workers):
                 return f"{count} workers: more than {MOST_WORKERS} times the {job.spec.workers} it was begun with"
-            case MoveBuckets(owners=owners):
+            case MovePartitions(owners=owners):
                 gone = [slot for slot in owners.values() if slot not in here[Role.PS]]
                 if gone:
                     return f"ps:{gone[0]} is gone"

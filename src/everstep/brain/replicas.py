@@ -11,15 +11,15 @@ from collections.abc import Sequence
 
 from everstep.brain.checkpoints import Checkpoints, by_word, has_checkpoints, replica_start, turned
 from everstep.brain.concerns.generations import Generations
-from everstep.brain.events import CommitManifest, DrainAsked, InstructionType, Note, OrderImages, PublishGroup
+from everstep.brain.events import CommitManifest, DrainAsked, InstructionType, Note, OrderSnapshots, PublishGroup
 from everstep.brain.group import Groups, Skip, Stint
 from everstep.brain.job import JobState
 from everstep.brain.shards import Shards
 from everstep.config.spec import JobSpec
 from everstep.model.decision import Decision
 from everstep.model.group import Mark
-from everstep.model.image import REPLICA_VERSION, DatasetPosition, EpochPosition, Manifest, ReplicaImage
 from everstep.model.reasons import CheckpointReason
+from everstep.model.snapshot import REPLICA_VERSION, DatasetPosition, EpochPosition, Manifest, ReplicaCopy
 
 Inputs = dict[str, str | int | float | bool]
 
@@ -39,13 +39,13 @@ def take_replica(
     groups: Groups,
     checkpoint: int,
     slot: int,
-    replica: ReplicaImage | None,
+    replica: ReplicaCopy | None,
     error: str,
     at: float,
 ) -> tuple[list[InstructionType], str]:
     """The leader wrote its state, or could not. Returns what follows, and why it must say it again, a little later."""
     writing = checkpoints.writing
-    if writing is None or writing.number != checkpoint or (writing.manifest or writing.draft) is not None:
+    if writing is None or writing.number != checkpoint or (writing.manifest or writing.partial) is not None:
         return [], ""
     if replica is None or error:
         if writing.ends_job:  # (the worker has tried again for long)
@@ -68,8 +68,8 @@ def take_replica(
         checkpoint=writing.number,
         at=at,
         seed=job.spec.seed,
-        buckets=job.spec.buckets,
-        images=(),
+        partitions=job.spec.partitions,
+        snapshots=(),
         datasets=positions,
         samples_done=sum(
             p.finished_epochs * p.plan.samples + sum(e.samples_done for e in p.epochs if e.epoch == p.finished_epochs)
@@ -82,9 +82,9 @@ def take_replica(
         master_incarnation=job.master_incarnation,
     )
     inputs: Inputs = {"checkpoint": writing.number, "bytes": replica.file.size_bytes, "step": mark.step}
-    if job.spec.ps:  # images from now on have all that it has: what is before a told mark is at all ps
-        writing.draft = manifest
-        return [OrderImages(writing.number, 0)], ""
+    if job.spec.ps:  # snapshots from now on have all that it has: what is before a told mark is at all ps
+        writing.partial = manifest
+        return [OrderSnapshots(writing.number, 0)], ""
     writing.manifest = manifest
     return [CommitManifest(manifest, Decision("commit the checkpoint", f"step {mark.step}", inputs))], ""
 

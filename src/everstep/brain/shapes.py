@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from msgspec import inspect
@@ -18,6 +18,16 @@ from everstep.brain.events import InstructionType
 
 Shapes = Mapping[str, tuple[str, ...]]
 """Fields by the name of the struct."""
+
+_NAMES_BEFORE: Final = {
+    "CheckpointFile": "ImageFile",
+    "OrderSnapshots": "OrderImages",
+    "PartitionSnapshot": "BucketImage",
+    "ReplicaCopy": "ReplicaImage",
+    "ShardSchedule": "Plan",
+    "StepSplit": "Split",
+}
+"""Structs that had another name in journals of before."""
 
 
 @cache
@@ -46,7 +56,8 @@ def in_shape(value: Any, shapes: Shapes) -> Any:
     match value:
         case msgspec.Struct():
             config = value.__struct_config__
-            kept = shapes.get(type(value).__name__, value.__struct_encode_fields__)
+            called = type(value).__name__
+            kept = shapes.get(called, shapes.get(_NAMES_BEFORE.get(called, ""), value.__struct_encode_fields__))
             names = zip(value.__struct_fields__, value.__struct_encode_fields__, strict=True)
             found = {f: in_shape(getattr(value, name), shapes) for name, f in names if f in kept}
             if config.array_like:

@@ -1,8 +1,8 @@
 """Shards of all datasets and epochs: TODO -> DOING -> DONE -> RELEASED, and back to the head of TODO.
 
-DONE: every bucket has it in memory. RELEASED: the durable tier of the job has it too (see brain/checkpoints.py), so it
-never comes back. A done shard may come back: when a bucket had to fall back to an older image, :meth:`Shards.reopen`
-puts those that the image lacks at the head of TODO, also of an epoch behind the current one.
+DONE: every partition has it in memory. RELEASED: the durable tier of the job has it too (see brain/checkpoints.py), so
+it never comes back. A done shard may come back: when a partition had to fall back to an older snapshot,
+:meth:`Shards.reopen` puts those that the snapshot lacks at the head of TODO, also of an epoch behind the current one.
 
 Lazy: an epoch of 10^9 samples costs nothing until its shards are handed out, then one byte a shard, and nothing
 again once it is finished. A shard that was never handed out has no entry anywhere: the next fresh one of an epoch is
@@ -17,8 +17,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import msgspec
 
 from everstep.ids import Incarnation, LeaseNo, ShardKey, Slot
-from everstep.model.image import BucketImage, DatasetPosition, EpochPosition
 from everstep.model.shard import LEASE_COUNTER_BITS, Lease, ShardSchedule, ShardState, shard_key, split_key
+from everstep.model.snapshot import DatasetPosition, EpochPosition, PartitionSnapshot
 
 RELEASE_BATCH = 16
 RELEASED_REMEMBERED = 256  # said again to a ps that re-joins; a release lost for good only costs it some memory
@@ -240,10 +240,10 @@ class ShardRecords(msgspec.Struct):
             return False
         return lease.no > self.taken_back.get(lease.shard, 0)
 
-    def lacking(self, images: Sequence[BucketImage]) -> dict[ShardKey, int]:
-        """Done shards that some of these images do not cover: how many of their positions the worst one lacks."""
+    def lacking(self, snapshots: Sequence[PartitionSnapshot]) -> dict[ShardKey, int]:
+        """Done shards that some of these snapshots do not cover: how many of their positions the worst one lacks."""
         lacking: dict[ShardKey, int] = {}
-        marks = [dict(image.watermarks) for image in images]
+        marks = [dict(snapshot.watermarks) for snapshot in snapshots]
         for key in self.releasing:
             number, _, index = split_key(key)
             start, stop = self.datasets[number].plan.bounds(index)
@@ -448,7 +448,7 @@ class Shards(ShardRecords):
         return released
 
     def reopen_done(self, keys: Iterable[ShardKey]) -> int:
-        """DONE -> head of TODO: some bucket no longer has all of them. Released ones never come back. Returns how
+        """DONE -> head of TODO: some partition no longer has all of them. Released ones never come back. Returns how
         many samples were taken for done and are not."""
         lost = 0
         for key in keys:
@@ -506,12 +506,12 @@ class Shards(ShardRecords):
         dataset.epochs = epochs
         self.samples_done = sum(e.samples_done for d in self.datasets for e in d.epochs)
 
-    # ------------------------------------------------------------ images
+    # ------------------------------------------------------------ snapshots
 
-    def positions(self, images: Sequence[BucketImage]) -> tuple[DatasetPosition, ...]:
-        """Which shards all of ``images`` have: the released ones, and the done ones up to whose end every watermark is.
-        ``images``: of every bucket, each taken after the last release."""
-        lacking = self.lacking(images)
+    def positions(self, snapshots: Sequence[PartitionSnapshot]) -> tuple[DatasetPosition, ...]:
+        """Which shards all of ``snapshots`` have: the released ones, and the done ones up to whose end every watermark
+        is. ``snapshots``: of every partition, each taken after the last release."""
+        lacking = self.lacking(snapshots)
         return tuple(self._position(dataset, lacking) for dataset in self.datasets)
 
     def _position(self, dataset: Dataset, lacking: Mapping[ShardKey, int]) -> DatasetPosition:
@@ -536,11 +536,11 @@ class Shards(ShardRecords):
                 epochs.append(EpochPosition(epoch.number, done, tuple(sorted(epoch.quarantined)), samples))
         return DatasetPosition(dataset.plan, tuple(epochs), finished_epochs)
 
-    def resume(self, positions: Sequence[DatasetPosition], images: Sequence[BucketImage]) -> None:
-        """Begin with what the images have. Shards that they have and still keep watermarks of are done; the others that
-        they have are released; all else is to do."""
+    def resume(self, positions: Sequence[DatasetPosition], snapshots: Sequence[PartitionSnapshot]) -> None:
+        """Begin with what the snapshots have. Shards that they have and still keep watermarks of are done; the others
+        that they have are released; all else is to do."""
         kept: dict[tuple[int, int], set[int]] = {}
-        for key in {key for image in images for key, _ in image.watermarks}:
+        for key in {key for snapshot in snapshots for key, _ in snapshot.watermarks}:
             dataset_number, epoch_number, index = split_key(key)
             kept.setdefault((dataset_number, epoch_number), set()).add(index)
         for number, position in enumerate(positions):

@@ -89,15 +89,15 @@ GROUP_TRANSITIONS: Final[Mapping[GroupState, Mapping[GroupState, str]]] = {
 }
 
 
-def slot_state(seat: SlotRecord) -> SlotState:
+def slot_state(record: SlotRecord) -> SlotState:
     """The state of a slot that a process has filled."""
-    if seat.running:
-        return S.LEAVING if seat.stopping else S(seat.member.state.value)
-    if seat.waiting:
+    if record.running:
+        return S.LEAVING if record.stopping else S(record.member.state.value)
+    if record.waiting:
         return S.WAITING
-    if seat.finished:
+    if record.finished:
         return S.FINISHED
-    return S.LOST if seat.member.state is MemberState.LOST else S.LEFT
+    return S.LOST if record.member.state is MemberState.LOST else S.LEFT
 
 
 def group_state(brain: Brain) -> GroupState:

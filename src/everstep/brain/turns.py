@@ -66,7 +66,7 @@ class PaceKeeper:
 
     def _look(self) -> bool:
         assert self.pacing is not None
-        here = {s: seat.member.incarnation for s, seat in self._brain.members.workers.items() if seat.running}
+        here = {s: record.member.incarnation for s, record in self._brain.members.workers.items() if record.running}
         holding = {held.worker for held in self._brain.leases.values()}
         control = self._brain.state.control
         divided = portions(control, here)

@@ -225,10 +225,10 @@ class HeartbeatWatch:
         if self._ticked is None or at - self._ticked > PAUSE_S:
             return ()
         silent_s: dict[Slot, float] = {}
-        for seat in brain.members.workers.values():
-            ear = self._members.get(seat.member.key)
-            if seat.running and ear is not None and ear.incarnation == seat.member.incarnation and not ear.starting:
-                silent_s[seat.member.slot] = at - ear.alive_at
+        for record in brain.members.workers.values():
+            ear = self._members.get(record.member.key)
+            if record.running and ear is not None and ear.incarnation == record.member.incarnation and not ear.starting:
+                silent_s[record.member.slot] = at - ear.alive_at
         if max(silent_s.values(), default=0.0) <= STALL_S:
             return ()
         return tuple(sorted(slot for slot, s in silent_s.items() if s > STALL_TOO_S))
@@ -243,10 +243,10 @@ class HeartbeatWatch:
         """Follow the brain's books: forget who is gone, start the clock of members, nodes and leases not known yet.
         After a restart of the master this is the grace period."""
         known: set[MemberKey] = set()
-        for seat in brain.members.all():
-            member = seat.member
+        for record in brain.members.all():
+            member = record.member
             starting = member.state is MemberState.STARTING
-            if not seat.running:
+            if not record.running:
                 continue
             key = member.key
             known.add(key)

@@ -13,7 +13,7 @@ import msgspec
 from everstep.agent.rundir import in_use
 from everstep.config.renamed import renamed_line
 from everstep.errors import CheckpointError, ConfigError
-from everstep.model.image import ImageFile, Manifest
+from everstep.model.snapshot import CheckpointFile, Manifest
 from everstep.net.auth import load_secret
 from everstep.net.rendezvous import SECRET_FILE
 from everstep.protect.manifest import (
@@ -122,7 +122,7 @@ def verify(where: str, number: int | None) -> None:
     place = checkpoint_place(where)
     trust = ManifestTrust(key=_key_of(where))
     sizes = place.sizes()
-    known: dict[ImageFile, str] = {}
+    known: dict[CheckpointFile, str] = {}
     said: set[str] = set()
     bad = 0
     numbers = need_checkpoints(place) if number is None else [number]
@@ -170,10 +170,10 @@ def compact_one(where: str, number: int | None) -> None:
         )
     before = sum(place.sizes().values())
     new = compact(place, manifest, key if is_coded(data) else b"")
-    files = sum(len(image.files) for image in manifest.images)
+    files = sum(len(snapshot.files) for snapshot in manifest.snapshots)
     after = sum(place.sizes().values())
     click.echo(
-        f"checkpoint {new.checkpoint}: {files} files are now {sum(len(i.files) for i in new.images)}; "
+        f"checkpoint {new.checkpoint}: {files} files are now {sum(len(i.files) for i in new.snapshots)}; "
         f"{human_bytes(before)} are now {human_bytes(after)}"
     )
 
@@ -229,16 +229,16 @@ def describe(place: StoragePlace, manifest: Manifest) -> list[str]:
     """Return one checkpoint for a person."""
     if manifest.replica is not None:
         return _describe_replica(place, manifest)
-    files = {file for image in manifest.images for file in image.files}
-    longest = max((len(image.files) for image in manifest.images), default=0)
-    written = sum(image.bytes_written for image in manifest.images)
+    files = {file for snapshot in manifest.snapshots for file in snapshot.files}
+    longest = max((len(snapshot.files) for snapshot in manifest.snapshots), default=0)
+    written = sum(snapshot.bytes_written for snapshot in manifest.snapshots)
     lines = [
         f"checkpoint {manifest.checkpoint} of job {manifest.job!r}, {_when(manifest.at)}, {place.url}",
         f"  written by everstep {manifest.everstep or '?'}, seed {manifest.seed}",
-        f"  {len(manifest.images)} of {manifest.buckets} partitions in {len(files)} files, "
+        f"  {len(manifest.snapshots)} of {manifest.partitions} partitions in {len(files)} files, "
         f"{human_bytes(sum(f.size_bytes for f in files))}; {human_bytes(written)} of it new; "
         + ("full" if longest <= 1 else f"up to {longest} files a partition (full and incremental)"),
-        f"  {sum(image.rows for image in manifest.images):,} rows, {manifest.samples_done:,} samples done",
+        f"  {sum(snapshot.rows for snapshot in manifest.snapshots):,} rows, {manifest.samples_done:,} samples done",
     ]
     for spec in manifest.tables:
         rows = "" if spec.rows is None else f", {spec.rows:,} rows at most"
@@ -272,10 +272,10 @@ def _describe_replica(place: StoragePlace, manifest: Manifest) -> list[str]:
         if number == mark.dataset:
             place_words += f", goes on in epoch {mark.epoch} at sample {mark.position:,} of {dataset.plan.samples:,}"
         lines.append(f"  {dataset.plan.name!r}: {place_words}")
-    if manifest.images:
-        rows, written = sum(i.rows for i in manifest.images), sum(i.bytes_written for i in manifest.images)
+    if manifest.snapshots:
+        rows, written = sum(i.rows for i in manifest.snapshots), sum(i.bytes_written for i in manifest.snapshots)
         names = ", ".join(repr(spec.name) for spec in manifest.tables)
-        lines.append(f"  tables {names}: {rows:,} rows in {len(manifest.images)} partitions, {human_bytes(written)}")
+        lines.append(f"  tables {names}: {rows:,} rows in {len(manifest.snapshots)} partitions, {human_bytes(written)}")
     return lines + [f"  {name} = {value:g}" for name, value in sorted(manifest.values.items())]
 
 
@@ -297,7 +297,7 @@ def _key_of(where: str) -> bytes:
 
 def _unreadable(place: StoragePlace, manifest: Manifest) -> list[str]:
     """Return what would be refused where it is loaded, though every byte is right."""
-    wrong = list(unloadable(place, manifest)) if manifest.images else []
+    wrong = list(unloadable(place, manifest)) if manifest.snapshots else []
     if manifest.replica is not None:
         from everstep.allreduce.replica_checkpoint import read_replica, state_dicts
 
@@ -316,15 +316,16 @@ def _line(place: StoragePlace, number: int, sizes: dict[str, int]) -> dict[str, 
     files = set(manifest.files())
     wrong = list(problems(place, manifest, deep=False, sizes=sizes))
     replica = manifest.replica
-    increments = any(len(image.files) > 1 for image in manifest.images)
+    increments = any(len(snapshot.files) > 1 for snapshot in manifest.snapshots)
     return {
         "checkpoint": number,
         "at": manifest.at,
         "kind": "replica" if replica is not None else "incremental" if increments else "full",
-        "rows": (replica.parameters if replica is not None else 0) + sum(image.rows for image in manifest.images),
+        "rows": (replica.parameters if replica is not None else 0)
+        + sum(snapshot.rows for snapshot in manifest.snapshots),
         "size_bytes": sum(file.size_bytes for file in files),
         "written_bytes": (replica.file.size_bytes if replica is not None else 0)
-        + sum(image.bytes_written for image in manifest.images),
+        + sum(snapshot.bytes_written for snapshot in manifest.snapshots),
         "samples": manifest.samples_done,
         "state": "whole" if not wrong else f"{len(wrong)} files missing or cut",
     }

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from everstep.brain.brain import Brain
 from everstep.brain.events import (
-    BucketsReady,
     Event,
     FinishJob,
     Granted,
@@ -19,6 +18,7 @@ from everstep.brain.events import (
     MirrorsReady,
     NodeLost,
     Note,
+    PartitionsReady,
     ProcessExited,
     PublishGroup,
     PublishPlacement,
@@ -60,7 +60,7 @@ def explain(run_dir: Path, member: str = "") -> Iterator[str]:
                 if not member or who == member or member in decision.inputs:
                     decided += _lines(event.at, who, decision, chains.because(seq))
     if member and not decided:
-        known = [str(seat.member.key) for seat in brain.members.all()] + list(brain.members.nodes)
+        known = [str(record.member.key) for record in brain.members.all()] + list(brain.members.nodes)
         if member not in [*known, "master"]:
             raise ConfigError(f"{member} is not part of this job; known: {', '.join(known) or 'nobody yet'}")
     view = make_job_view(brain, at)
@@ -139,8 +139,8 @@ def fact_words(event: Event) -> str:
             return f"{role}:{slot} #{incarnation} was silent for {silent_s:.1f} s"
         case NodeLost(node):
             return f"node {node} was lost"
-        case BucketsReady(placement, buckets, how):
-            return f"{by}: {len(buckets)} partitions of placement {placement} are {how}"
+        case PartitionsReady(placement, partitions, how):
+            return f"{by}: {len(partitions)} partitions of placement {placement} are {how}"
         case MirrorsReady(mirrors):
             return f"{by}: {len(mirrors)} mirrors have everything"
         case GroupSynced(generation):

@@ -24,7 +24,7 @@ from everstep.config.renamed import SETTINGS as OLD_SETTINGS
 from everstep.config.spec import JobSpec
 from everstep.errors import CheckpointError, ConfigError
 from everstep.ids import Incarnation
-from everstep.model.image import Manifest
+from everstep.model.snapshot import Manifest
 from everstep.net.auth import load_secret
 from everstep.net.rendezvous import SECRET_FILE
 from everstep.protect.manifest import (
@@ -188,7 +188,7 @@ def new_dir(spec: JobSpec, old_dir: Path | None) -> Path:
 
 
 def prepare(run_dir: Path, spec: JobSpec, place: StoragePlace, manifest: Manifest) -> None:
-    """Prepare what the first master finds. Leases must be later than every fence in the images, so the masters'
+    """Prepare what the first master finds. Leases must be later than every fence in the snapshots, so the masters'
     incarnations go on from the old job's; checkpoint numbers go on too, also past those that are not intact."""
     own = open_place(own_url(spec, run_dir))
     numbers = max([manifest.checkpoint, *list_checkpoints(place), *list_checkpoints(own)])

@@ -13,7 +13,7 @@ MAX_M = 2
 
 
 class ParityCode(msgspec.Struct, frozen=True):
-    """``k`` data buckets and ``m`` mirrors a stripe; m = 0: nothing is protected."""
+    """``k`` data partitions and ``m`` mirrors a stripe; m = 0: nothing is protected."""
 
     k: int
     m: int
@@ -26,8 +26,8 @@ class ParityCode(msgspec.Struct, frozen=True):
         """Return the number of ps that a full stripe needs."""
         return self.k + self.m if self.m else 1
 
-    def stripes(self, buckets: int) -> int:
-        return -(-buckets // self.k)
+    def stripes(self, partitions: int) -> int:
+        return -(-partitions // self.k)
 
 
 OFF = ParityCode(1, 0)

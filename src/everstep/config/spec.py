@@ -81,13 +81,3 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     resume_from: str = ""  # directory or URL of checkpoints this job began from
     trust_checkpoint: bool = False  # everstep resume: also one that was not written with the job's key
     trusted: tuple[str, ...] = ()  # digests of manifests that the user said to trust (everstep resume)
-
-    @property
-    def buckets(self) -> int:
-        """Is ``partitions`` under the name that some rooms still use."""
-        return self.partitions
-
-    @property
-    def checkpoint_base_every(self) -> int:
-        """Is ``checkpoint_full_every`` under the name that some rooms still use."""
-        return self.checkpoint_full_every

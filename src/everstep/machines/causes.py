@@ -1,9 +1,9 @@
 """Finds which event led to which: what the master wanted done, and what members tell of it later.
 
-A fold of events and their instructions, as the brain is; it decides nothing. A ps that says that its buckets are whole
-speaks of a placement, so the event that published the placement is the cause; a process that joins was started; and so
-on. Where no instruction led to a fact (a process was killed, a command was given), there is no cause: it is the first
-of a chain. What workers do with shards is routine, and has none either.
+A fold of events and their instructions, as the brain is; it decides nothing. A ps that says that its partitions are
+whole speaks of a placement, so the event that published the placement is the cause; a process that joins was started;
+and so on. Where no instruction led to a fact (a process was killed, a command was given), there is no cause: it is the
+first of a chain. What workers do with shards is routine, and has none either.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Final
 
 from everstep.brain.events import (
-    BucketsReady,
     CheckpointCommitted,
     CommitManifest,
     Event,
     FactType,
     GroupSynced,
-    ImagesWritten,
     InstructionType,
     LoadFailed,
     MemberJoined,
     MemberSilent,
     MirrorsReady,
-    OrderImages,
+    OrderSnapshots,
+    PartitionsReady,
     ProcessExited,
     PublishGroup,
     PublishPlacement,
     ReplicaWritten,
+    SnapshotsWritten,
     StartProcess,
     StepsCommitted,
     StopProcess,
@@ -43,12 +43,12 @@ _SPEAKS_OF: Final[dict[type, Callable[[Any], Hashable]]] = {
     MemberJoined: lambda f: ("start", f.role, f.slot, f.incarnation),
     ProcessExited: lambda f: ("stop", f.role, f.slot, f.incarnation),
     MemberSilent: lambda f: ("stop", f.role, f.slot, f.incarnation),
-    BucketsReady: lambda f: (_PLACEMENT, f.placement),
+    PartitionsReady: lambda f: (_PLACEMENT, f.placement),
     LoadFailed: lambda f: (_PLACEMENT, f.placement),
     MirrorsReady: lambda f: _PLACEMENT,
     GroupSynced: lambda f: ("group", f.generation),
     StepsCommitted: lambda f: ("group", f.steps[-1].generation) if f.steps else None,
-    ImagesWritten: lambda f: ("checkpoint", f.checkpoint),
+    SnapshotsWritten: lambda f: ("checkpoint", f.checkpoint),
     ReplicaWritten: lambda f: ("checkpoint", f.checkpoint),
     CheckpointCommitted: lambda f: ("manifest", f.checkpoint),
 }
@@ -59,7 +59,7 @@ _ABOUT: Final[dict[type, Callable[[Any], tuple[Hashable, ...]]]] = {
     StopProcess: lambda i: (("stop", i.role, i.slot, i.incarnation),),
     PublishPlacement: lambda i: ((_PLACEMENT, i.placement.version), _PLACEMENT),
     PublishGroup: lambda i: (("group", i.group.generation),),
-    OrderImages: lambda i: (("checkpoint", i.checkpoint),),
+    OrderSnapshots: lambda i: (("checkpoint", i.checkpoint),),
     CommitManifest: lambda i: (("manifest", i.manifest.checkpoint),),
 }
 

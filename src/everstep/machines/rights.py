@@ -15,7 +15,6 @@ from everstep.bounds import MEMBERS_MAX
 from everstep.brain.brain import Brain
 from everstep.brain.events import (
     AnswerType,
-    BucketsReady,
     CapacityChanged,
     CheckpointAsked,
     ChiefAsked,
@@ -25,12 +24,12 @@ from everstep.brain.events import (
     GroupLeft,
     GroupStalled,
     GroupSynced,
-    ImagesWritten,
     LoadFailed,
     MemberJoined,
     MirrorsReady,
     NodeJoined,
     OnceAsked,
+    PartitionsReady,
     PlanRegistered,
     ProcessExited,
     Refused,
@@ -41,15 +40,16 @@ from everstep.brain.events import (
     ShardAsked,
     ShardDone,
     ShardReturned,
+    SnapshotsWritten,
     StepsCommitted,
     StopAsked,
 )
 from everstep.brain.policy_control import line
-from everstep.ids import BucketId, ShardKey, Slot
-from everstep.model.image import ImageFile
+from everstep.ids import PartitionId, ShardKey, Slot
 from everstep.model.member import Role
 from everstep.model.reasons import CheckpointReason
 from everstep.model.shard import split_key
+from everstep.model.snapshot import CheckpointFile
 from everstep.net import messages as wire
 from everstep.policies.node_selection import HOME_NODE
 
@@ -95,9 +95,9 @@ def _on_its_node(brain: Brain, who: Sender, r: Any) -> str:
     role = getattr(r, "role", Role.WORKER)
     if role is Role.MASTER:
         return f"{role}:{r.slot} is no member"
-    seat = brain.members.of(role).get(r.slot)
-    if seat is not None and r.incarnation >= seat.member.incarnation and seat.member.node != who.node:
-        return f"{role}:{r.slot} is on {seat.member.node}"
+    record = brain.members.of(role).get(r.slot)
+    if record is not None and r.incarnation >= record.member.incarnation and record.member.node != who.node:
+        return f"{role}:{r.slot} is on {record.member.node}"
     return ""
 
 
@@ -130,9 +130,9 @@ def _ranges(ranges: Iterable[tuple[int, int]], lo: int, hi: int) -> str:
     return ""
 
 
-def _buckets(brain: Brain, buckets: Iterable[BucketId]) -> str:
-    n = brain.job.spec.buckets
-    bad = next((b for b in buckets if not 0 <= b < n), None)
+def _partitions(brain: Brain, partitions: Iterable[PartitionId]) -> str:
+    n = brain.job.spec.partitions
+    bad = next((b for b in partitions if not 0 <= b < n), None)
     return "" if bad is None else f"there is no partition {bad}: the job has {n}"
 
 
@@ -162,7 +162,7 @@ def _hello_member(brain: Brain, who: Sender, r: MemberJoined) -> str:
             if index < plan.shards and (lease.start, lease.stop) != plan.bounds(index):
                 return f"shard {lease.shard} is not [{lease.start}, {lease.stop})"
     if r.holds is not None:
-        return _buckets(brain, r.holds.buckets) or _mirrors(brain, r.holds.mirrors)
+        return _partitions(brain, r.holds.partitions) or _mirrors(brain, r.holds.mirrors)
     return ""
 
 
@@ -204,22 +204,22 @@ def _mirror_ready(brain: Brain, who: Sender, r: MirrorsReady) -> str:
     return _mirrors(brain, (*r.mirrors, *r.torn))
 
 
-def _buckets_ready(brain: Brain, who: Sender, r: BucketsReady) -> str:
+def _partitions_ready(brain: Brain, who: Sender, r: PartitionsReady) -> str:
     newest = brain.placement.version if brain.placement is not None else 0
     if r.placement > newest:
         return f"placement {r.placement} is later than the newest, {newest}"
-    return _buckets(brain, r.buckets)
+    return _partitions(brain, r.partitions)
 
 
 def _load_failed(brain: Brain, who: Sender, r: LoadFailed) -> str:
     newest = brain.placement.version if brain.placement is not None else 0
     if r.placement > newest:
         return f"placement {r.placement} is later than the newest, {newest}"
-    return _buckets(brain, (r.bucket,)) or _checkpoint(brain, r.checkpoint)
+    return _partitions(brain, (r.partition,)) or _checkpoint(brain, r.checkpoint)
 
 
-def _files(files: Iterable[ImageFile], checkpoint: int) -> str:
-    """Files of an image are named after the checkpoint that they were written for, or an earlier one."""
+def _files(files: Iterable[CheckpointFile], checkpoint: int) -> str:
+    """Files of a snapshot are named after the checkpoint that they were written for, or an earlier one."""
     for file in files:
         if int(file.path.split("/")[1]) > checkpoint:  # (the form of a path is checked where it is decoded)
             return f"{file.path!r} is no file of checkpoint {checkpoint}"
@@ -239,11 +239,11 @@ def _marked(brain: Brain, key: ShardKey) -> str:
     return _shard(brain, key)
 
 
-def _images_written(brain: Brain, who: Sender, r: ImagesWritten) -> str:
-    wrong = _checkpoint(brain, r.checkpoint) or _buckets(brain, (image.bucket for image in r.images))
-    for image in r.images:
-        wrong = wrong or _files(image.files, r.checkpoint)
-        unknown = next((key for key, _ in image.watermarks if _marked(brain, key)), None)
+def _snapshots_written(brain: Brain, who: Sender, r: SnapshotsWritten) -> str:
+    wrong = _checkpoint(brain, r.checkpoint) or _partitions(brain, (snapshot.partition for snapshot in r.snapshots))
+    for snapshot in r.snapshots:
+        wrong = wrong or _files(snapshot.files, r.checkpoint)
+        unknown = next((key for key, _ in snapshot.watermarks if _marked(brain, key)), None)
         if not wrong and unknown is not None:
             wrong = f"there is no shard {unknown}"
     return wrong
@@ -355,9 +355,9 @@ RIGHTS: Final[dict[type, Right]] = {
     wire.StoreGet: Right(_WORKER, _anyone, _generation),
     ReplicaWritten: Right(_WORKER, _anyone, _replica_written),
     MirrorsReady: Right(_PS, _anyone, _mirror_ready),
-    BucketsReady: Right(_PS, _anyone, _buckets_ready),
+    PartitionsReady: Right(_PS, _anyone, _partitions_ready),
     LoadFailed: Right(_PS, _anyone, _load_failed),
-    ImagesWritten: Right(_PS, _anyone, _images_written),
+    SnapshotsWritten: Right(_PS, _anyone, _snapshots_written),
     DrainAsked: Right(_COMMAND | _AGENT | _PS, _may_drain, _anyone),
     CheckpointAsked: Right(_COMMAND | _WORKER, _anyone, _checkpoint_asked),
     ScaleAsked: Right(_COMMAND, _anyone, _scale),
@@ -389,7 +389,7 @@ def refused(brain: Brain, who: Sender, request: wire.RequestType) -> AnswerType 
 
 def _never_given(brain: Brain, who: Sender) -> str:
     """An incarnation is what the master gave: a later one than it knows is nobody's."""
-    seat = brain.members.of(Role(who.role)).get(Slot(who.slot))
-    if seat is not None and who.incarnation > seat.member.incarnation:
-        return f"{who} was never started: {who.role}:{who.slot} is at #{seat.member.incarnation}"
+    record = brain.members.of(Role(who.role)).get(Slot(who.slot))
+    if record is not None and who.incarnation > record.member.incarnation:
+        return f"{who} was never started: {who.role}:{who.slot} is at #{record.member.incarnation}"
     return ""

@@ -1,8 +1,8 @@
 """Does the shell's part of checkpoints: when one is due, orders to the ps, manifests and deletions in a thread.
 
 Everything here may be lost and done again: what is wanted is in the brain's state, and it is said again every
-``REASK_S`` to those ps that own a bucket without an image (they may have taken it over, or be new), and to a ps that
-says hello. A place that cannot be written to costs checkpoints, never training.
+``REASK_S`` to those ps that own a partition without a snapshot (they may have taken it over, or be new), and to a ps
+that says hello. A place that cannot be written to costs checkpoints, never training.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from everstep.config.spec import JobSpec
 from everstep.errors import EverstepError, StorageError
 from everstep.ids import Incarnation, Slot
 from everstep.master.readings import Readings
-from everstep.model.image import Manifest
 from everstep.model.member import MemberKey, Role
 from everstep.model.reasons import CheckpointReason
-from everstep.net.messages import OrderType, TakeImages, TakeReplica
+from everstep.model.snapshot import Manifest
+from everstep.net.messages import OrderType, TakeReplica, TakeSnapshots
 from everstep.net.retry import StoppedError, retry
 from everstep.policies.checkpoints import is_due
 from everstep.protect.manifest import drop_checkpoints, list_checkpoints, read_manifest, write_manifest
@@ -115,14 +115,14 @@ class CheckpointKeeper:
         elif at - writing.began_at >= brain.checkpoints.limit_s:
             self._tell(CheckpointAsked(CheckpointReason.LATE))
         elif (self._asked, self._asked_of) != (writing.number, writing.writer) or at - self._asked_at >= REASK_S:
-            self.order_images()
+            self.order_snapshots()
 
     def _due(self, at: float) -> bool:
         if self._every.never or not any(dataset.epochs for dataset in self._brain.shards.datasets):
             return False  # (nothing was trained yet)
         began_at = max(self._brain.checkpoints.begun_at, self._brain.job.started_at)
-        for seat in self._brain.members.workers.values():
-            member = seat.member
+        for record in self._brain.members.workers.values():
+            member = record.member
             readings = self._readings.of(MemberKey(Role.WORKER, member.slot), member.incarnation)
             if "batches" in readings:
                 self._batches[member.slot, member.incarnation] = int(readings["batches"])
@@ -139,11 +139,11 @@ class CheckpointKeeper:
 
     # ------------------------------------------------------------ orders to the ps
 
-    def order_images(self) -> None:
+    def order_snapshots(self) -> None:
         """Order snapshots from every ps that owns a partition without one."""
         brain, at = self._brain, self._now()
         writing, placement = brain.checkpoints.writing, brain.placement
-        if writing is not None and (writing.manifest or writing.draft) is None and brain.takes(ReplicaWritten):
+        if writing is not None and (writing.manifest or writing.partial) is None and brain.takes(ReplicaWritten):
             self._order_replica(writing.number, at)
             return
         if writing is None or placement is None or writing.manifest is not None:
@@ -154,14 +154,14 @@ class CheckpointKeeper:
         if writing.ends_job and not has_checkpoints(self._spec) and (why := self._too_large()):
             self._tell(CheckpointCommitted(writing.number, why))
             return
-        lacking = {slot for bucket, slot in enumerate(placement.owner) if bucket not in writing.images}
+        lacking = {slot for partition, slot in enumerate(placement.owner) if partition not in writing.snapshots}
         for slot in sorted(lacking):
-            self._send(slot, TakeImages(writing.number, writing.since, self._url))
+            self._send(slot, TakeSnapshots(writing.number, writing.since, self._url))
 
     def _too_large(self) -> str:
         """Return why the model in the memory of the ps is not left where nobody asked for it; "": it is."""
-        seats = [seat.member for seat in self._brain.members.servers.values() if seat.running]
-        total = int(sum(self._readings.of(m.key, m.incarnation).get("store_bytes", 0.0) for m in seats))
+        records = [record.member for record in self._brain.members.servers.values() if record.running]
+        total = int(sum(self._readings.of(m.key, m.incarnation).get("store_bytes", 0.0) for m in records))
         return too_large(total) if self._limit and total > self._limit else ""
 
     def _order_replica(self, number: int, at: float) -> None:
@@ -191,9 +191,9 @@ class CheckpointKeeper:
         if (
             writing is not None
             and writing.manifest is None
-            and (writing.draft or not self._brain.takes(ReplicaWritten))
+            and (writing.partial or not self._brain.takes(ReplicaWritten))
         ):
-            self._send(slot, TakeImages(writing.number, writing.since, self._url))
+            self._send(slot, TakeSnapshots(writing.number, writing.since, self._url))
 
     # ------------------------------------------------------------ the place
 

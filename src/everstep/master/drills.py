@@ -42,9 +42,9 @@ class Drills:
         if (refused := _refusal(drill)) is not None:
             return Refused(refused)
         if drill.what == "heal" and not drill.target:
-            for seat in self._brain.members.all():  # all: those of an earlier master, nobody here knows
-                if seat.running:
-                    self._heal(seat.member.key, seat.member)
+            for record in self._brain.members.all():  # all: those of an earlier master, nobody here knows
+                if record.running:
+                    self._heal(record.member.key, record.member)
             self._running.clear()
             self._note(at, "", Decision("drill", "all members are healed"))
             return Ok()
@@ -87,8 +87,8 @@ class Drills:
         self._order(key, Slow(1.0, 0.0))
 
     def _member(self, key: MemberKey) -> Member | None:
-        seat = self._brain.members.of(key.role).get(key.slot)
-        return seat.member if seat is not None and seat.running else None
+        record = self._brain.members.of(key.role).get(key.slot)
+        return record.member if record is not None and record.running else None
 
     def _is(self, key: MemberKey, incarnation: Incarnation) -> bool:
         member = self._member(key)

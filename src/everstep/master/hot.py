@@ -1,4 +1,5 @@
-"""The shell's part of hot buckets: looks at what the ps tell of their load, and has buckets moved when that pays."""
+"""The shell's part of hot partitions: looks at what the ps tell of their load, and has partitions moved when that
+pays."""
 
 from __future__ import annotations
 
@@ -6,15 +7,15 @@ import os
 from collections.abc import Callable
 
 from everstep.brain.brain import Brain
-from everstep.brain.events import FactType, HotBuckets
-from everstep.ids import BucketId, Incarnation, Slot
+from everstep.brain.events import FactType, HotPartitions
+from everstep.ids import Incarnation, PartitionId, Slot
 from everstep.master.readings import Readings
 from everstep.model.member import MemberKey, Role
 from everstep.policies.hot import BUSY, Patience, PsLoad, choose_moves, overloaded
 
 LOOK_S = 5.0
 BUSY_VARIABLE = "EVERSTEP_HOT_BUSY"
-"""For tests: how many cores a ps must use before its buckets count as too much for it."""
+"""For tests: how many cores a ps must use before its partitions count as too much for it."""
 
 _PREFIX = "load."
 
@@ -46,7 +47,7 @@ class HotKeeper:
         if moves:
             self._patience.moved(at)
             rows = {slot: round(load.rows_per_s) for slot, load in sorted(loads.items())}
-            self._tell(HotBuckets(tuple(moves), tuple(rows.items())))
+            self._tell(HotPartitions(tuple(moves), tuple(rows.items())))
 
     def _loads(self, at: float) -> dict[Slot, PsLoad]:
         """Return the loads of all ps of the map; empty while one of them has not told."""
@@ -63,7 +64,11 @@ class HotKeeper:
             busy = 0.0
             if before is not None and before[0] == place.incarnation and at > before[2]:
                 busy = (cpu_s - before[1]) / (at - before[2])
-            buckets = {BucketId(int(k[len(_PREFIX) :])): v for k, v in readings.items() if k.startswith(_PREFIX)}
-            mine = {b: v for b, v in buckets.items() if 0 <= b < placement.buckets and placement.owner[b] == place.slot}
+            partitions = {PartitionId(int(k[len(_PREFIX) :])): v for k, v in readings.items() if k.startswith(_PREFIX)}
+            mine = {
+                b: v
+                for b, v in partitions.items()
+                if 0 <= b < placement.partitions and placement.owner[b] == place.slot
+            }
             out[place.slot] = PsLoad(readings["load"], busy, mine)
         return out

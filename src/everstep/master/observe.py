@@ -91,7 +91,7 @@ class Observer:
             return
         self._line_at = at + self.windows.short_s
         seen = self.observe(at)
-        self.windows.keep({str(seat.member.key) for seat in self._brain.members.all()})
+        self.windows.keep({str(record.member.key) for record in self._brain.members.all()})
         lines = [
             _line(
                 at,
@@ -116,9 +116,9 @@ class Observer:
         """Return the whole job as it is seen at ``at``; ``span_s``: of workers, in place of the short window."""
         brain = self._brain
         members, spec = brain.members, brain.job.spec
-        seats = [seat for _, seat in sorted(members.workers.items()) if _up(seat)]
-        workers = by_the_step_under_way([self._worker(seat, at, span_s) for seat in seats])
-        servers = tuple(self._server(seat, at) for _, seat in sorted(members.servers.items()) if _up(seat))
+        records = [record for _, record in sorted(members.workers.items()) if _up(record)]
+        workers = by_the_step_under_way([self._worker(record, at, span_s) for record in records])
+        servers = tuple(self._server(record, at) for _, record in sorted(members.servers.items()) if _up(record))
         replicated = spec.mode != "ps"
         consistency = parse_consistency(spec.consistency)
         group = brain.state.groups.group
@@ -132,7 +132,7 @@ class Observer:
             step=brain.state.groups.step if group is not None else 0,
             global_batch=int(max(batches, default=0.0)),
             wanted_workers=brain.job.workers_wanted,
-            pending=sum(1 for seat in members.all() if seat.member.state is MemberState.STARTING or seat.waiting)
+            pending=sum(1 for record in members.all() if record.member.state is MemberState.STARTING or record.waiting)
             + sum(1 for slot in brain.state.protection.leaving if members.servers[slot].running),
             remaining_s=left / rate if (rate := self._readings.samples_per_s(brain)) > 0 else 0.0,
             remaining_samples=left,
@@ -142,8 +142,8 @@ class Observer:
             servers=servers,
         )
 
-    def _worker(self, seat: SlotRecord, at: float, span_s: float) -> WorkerSeen:
-        m = seat.member
+    def _worker(self, record: SlotRecord, at: float, span_s: float) -> WorkerSeen:
+        m = record.member
         windows = self.windows.of(str(m.key), m.incarnation)
         load = windows.load(at) if windows is not None else ProcessLoad()
         return WorkerSeen(
@@ -166,8 +166,8 @@ class Observer:
             long_load=windows.load(at, long=True) if windows is not None else ProcessLoad(),
         )
 
-    def _server(self, seat: SlotRecord, at: float) -> ServerSeen:
-        m = seat.member
+    def _server(self, record: SlotRecord, at: float) -> ServerSeen:
+        m = record.member
         windows = self.windows.of(str(m.key), m.incarnation)
         load = windows.load(at) if windows is not None else ProcessLoad()
         placement = self._brain.placement
@@ -180,7 +180,7 @@ class Observer:
             service_s=load.service_s,
             queue=load.queue,
             bytes_per_s=load.bytes_per_s,
-            buckets=len(placement.owned_by(m.slot)) if placement is not None else 0,
+            partitions=len(placement.owned_by(m.slot)) if placement is not None else 0,
             history=windows.history if windows is not None else (),
             cpu_share=load.cpu_share,
             rss_bytes=int(windows.last.get("rss_bytes", 0)) if windows is not None else 0,
@@ -198,8 +198,8 @@ class Observer:
         return max(0, total - self._readings.samples_done(self._brain, self._watch))
 
 
-def _up(seat: SlotRecord) -> bool:
-    return seat.running and seat.member.state is not MemberState.STARTING
+def _up(record: SlotRecord) -> bool:
+    return record.running and record.member.state is not MemberState.STARTING
 
 
 def _line(at: float, seen: WorkerSeen | ServerSeen, **own: Any) -> MemberLine:

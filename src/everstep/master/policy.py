@@ -190,7 +190,7 @@ def _where(error: BaseException) -> str:
 
 
 def complete(seen: Observations, brain: Brain, window_s: float) -> Observations:
-    """Add how steps are divided, who has which buckets, and what policies did so far."""
+    """Add how steps are divided, who has which partitions, and what policies did so far."""
     control = brain.state.control
     total, batch, workers = 0, 0, seen.workers
     if brain.takes(StepsCommitted):
@@ -205,7 +205,7 @@ def complete(seen: Observations, brain: Brain, window_s: float) -> Observations:
         restarts=control.restarts,
         restarted_at=control.restarted_at,
         workers=workers,
-        servers=tuple(_with_buckets(brain, s) for s in seen.servers),
+        servers=tuple(_with_partitions(brain, s) for s in seen.servers),
     )
 
 
@@ -254,7 +254,7 @@ def _passes(samples: int, wanted: int, fits: int) -> tuple[int, int]:
     return passes, -(-samples // passes)
 
 
-def _with_buckets(brain: Brain, seen: ServerSeen) -> ServerSeen:
+def _with_partitions(brain: Brain, seen: ServerSeen) -> ServerSeen:
     owned = brain.placement.owned_by(seen.slot) if brain.placement is not None else ()
     closed = brain.keeper.closed_to(seen.slot)
-    return msgspec.structs.replace(seen, owned=tuple(owned), buckets=len(owned), closed=closed)
+    return msgspec.structs.replace(seen, owned=tuple(owned), partitions=len(owned), closed=closed)

@@ -154,9 +154,9 @@ class Readings:
     def samples_per_s(self, brain: Brain) -> float:
         """Sum over the workers' own rates; where none tells, from the shards done lately."""
         told = [
-            self.of(seat.member.key, seat.member.incarnation).get("samples_per_s", 0.0)
-            for seat in brain.members.workers.values()
-            if seat.running
+            self.of(record.member.key, record.member.incarnation).get("samples_per_s", 0.0)
+            for record in brain.members.workers.values()
+            if record.running
         ]
         return sum(told) or self._rate
 

@@ -43,7 +43,7 @@ from everstep.brain.events import (
     NodesDue,
     Note,
     Ok,
-    OrderImages,
+    OrderSnapshots,
     ProcessExited,
     PublishGroup,
     PublishPlacement,
@@ -397,8 +397,8 @@ class Master:
                 self._note(at, str(member), decision)
             case Note(member, decision):
                 self._note(at, member, decision)
-            case OrderImages():
-                self.checkpoints.order_images()
+            case OrderSnapshots():
+                self.checkpoints.order_snapshots()
             case CommitManifest(manifest):
                 self.checkpoints.commit(manifest)
             case DropCheckpoints(checkpoints):
@@ -496,8 +496,8 @@ class Master:
         out = []
         for process in r.running:
             role, slot, incarnation, _ = process
-            seat = self.brain.members.of(role).get(slot)
-            if seat is not None and incarnation > seat.member.incarnation and seat.member.node != r.node:
+            record = self.brain.members.of(role).get(slot)
+            if record is not None and incarnation > record.member.incarnation and record.member.node != r.node:
                 logger.warning("%s runs %s:%d #%d, which was never started", peer.identity, role, slot, incarnation)
                 why = Decision("stop", "it was never started")
                 self._order(peer, StopProcess(r.node, role, slot, incarnation, 0.0, why))
@@ -538,10 +538,10 @@ class Master:
             return _OK
         role = Role(who.role)
         key = MemberKey(role, who.slot)
-        seat = self.brain.members.current(role, who.slot, who.incarnation)
-        if seat is None:
+        record = self.brain.members.current(role, who.slot, who.incarnation)
+        if record is None:
             return Fenced(f"{key} #{who.incarnation} was replaced")
-        own = {self.brain.leases[shard].no for shard in seat.held}
+        own = {self.brain.leases[shard].no for shard in record.held}
         progress = tuple(told for told in r.progress if told[0] in own)
         for heard in self.watch.heard(key, who.incarnation, at, progress):
             self._tell(heard)
@@ -561,9 +561,9 @@ class Master:
     def _vouched(self, node: NodeId, r: wire.Beat, at: float) -> None:
         """Take in an agent's word of its own processes; of others' it says nothing."""
         for role, slot, incarnation, cpu_s in r.runs:
-            seat = self.brain.members.current(role, slot, incarnation)
-            if seat is not None and seat.member.node == node:
-                for heard in self.watch.vouched(seat.member.key, incarnation, at, cpu_s):
+            record = self.brain.members.current(role, slot, incarnation)
+            if record is not None and record.member.node == node:
+                for heard in self.watch.vouched(record.member.key, incarnation, at, cpu_s):
                     self._tell(heard)
 
     def _stack_taken(self, r: wire.StackTaken, who: Sender) -> Answer:
@@ -593,10 +593,10 @@ class Master:
 
     def _progress(self, role: Role, slot: Slot) -> tuple[tuple[LeaseNo, int], ...]:
         """Return what the process in this slot last told of its leases."""
-        seat = self.brain.members.of(role).get(slot)
-        if seat is None:
+        record = self.brain.members.of(role).get(slot)
+        if record is None:
             return ()
-        held = [self.brain.leases[key] for key in seat.held]
+        held = [self.brain.leases[key] for key in record.held]
         return tuple((h.no, self.watch.position(h.no, h.start)) for h in held)
 
     def _disconnected(self, peer: Peer) -> None:

@@ -1,6 +1,6 @@
 """Workers that wait in vain for a ps: said once when it has lasted, and once when it is over.
 
-A worker waits by itself for buckets that are on their way, and needs nobody; but one that waits for long is what a
+A worker waits by itself for partitions that are on their way, and needs nobody; but one that waits for long is what a
 person wants to know, with the name of the ps. Soft state: a new master says it again.
 """
 

@@ -7,9 +7,12 @@ has yet is 0, never NaN or negative.
 
 from __future__ import annotations
 
+import warnings
+
 import msgspec
 
-from everstep.ids import BucketId, Incarnation, NodeId, Slot
+from everstep.config.renamed import renamed_line
+from everstep.ids import Incarnation, NodeId, PartitionId, Slot
 from everstep.model.member import Role
 
 
@@ -66,7 +69,7 @@ class WorkerSeen(msgspec.Struct, frozen=True, kw_only=True):
         return f"{Role.WORKER}:{self.slot}"
 
 
-class ServerSeen(msgspec.Struct, frozen=True, kw_only=True):
+class ServerSeen(msgspec.Struct, frozen=True, kw_only=True, rename={"partitions": "buckets"}):
     """Describes one ps that is up."""
 
     slot: Slot
@@ -77,9 +80,9 @@ class ServerSeen(msgspec.Struct, frozen=True, kw_only=True):
     service_s: float = 0.0  # median per request in the short window; 0.0: no reading
     queue: float = 0.0  # requests at the ps at a time, mean
     bytes_per_s: float = 0.0  # in and out
-    buckets: int = 0
-    owned: tuple[BucketId, ...] = ()  # those
-    closed: tuple[BucketId, ...] = ()  # those it must not have: it keeps what brings them back when their ps is lost
+    partitions: int = 0
+    owned: tuple[PartitionId, ...] = ()  # those
+    closed: tuple[PartitionId, ...] = ()  # those it must not have: it keeps what brings them back when their ps is lost
     history: tuple[float, ...] = ()  # medians of consecutive short windows, newest last; 0.0: no reading in that one
     cpu_share: float = 0.0
     rss_bytes: int = 0
@@ -88,6 +91,12 @@ class ServerSeen(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         return f"{Role.PS}:{self.slot}"
+
+    @property
+    def buckets(self) -> int:
+        """Is ``partitions`` under its old name, and says so."""
+        warnings.warn(renamed_line("ServerSeen.buckets", "ServerSeen.partitions"), FutureWarning, stacklevel=2)
+        return self.partitions
 
 
 class Observations(msgspec.Struct, frozen=True, kw_only=True):

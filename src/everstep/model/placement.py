@@ -6,7 +6,7 @@ from enum import StrEnum
 
 import msgspec
 
-from everstep.ids import BucketId, Incarnation, Slot
+from everstep.ids import Incarnation, PartitionId, Slot
 from everstep.model.member import Address
 
 
@@ -20,7 +20,7 @@ class PsPlace(msgspec.Struct, frozen=True, array_like=True):
 
 class MirrorKind(StrEnum):
     PARITY = "parity"  # one row of a stripe's code (a replica is a stripe of one)
-    MOVE = "move"  # one member, at the place where the bucket is to go
+    MOVE = "move"  # one member, at the place where the partition is to go
 
 
 class Mirror(msgspec.Struct, frozen=True, array_like=True):
@@ -31,18 +31,18 @@ class Mirror(msgspec.Struct, frozen=True, array_like=True):
     """
 
     id: int
-    members: tuple[BucketId, ...]
+    members: tuple[PartitionId, ...]
     at: Slot
     row: int = 0
     kind: MirrorKind = MirrorKind.PARITY
 
 
-class Placement(msgspec.Struct, frozen=True):
-    """``owner[b]`` is the slot that owns bucket ``b``; ``version`` grows with every change.
+class Placement(msgspec.Struct, frozen=True, rename={"snapshots": "images"}):
+    """``owner[b]`` is the slot that owns partition ``b``; ``version`` grows with every change.
 
     ``routing``: the version at which ``owner`` or ``servers`` last changed; pulls and pushes carry and compare it, so
-    that a change of mirrors alone disturbs no worker. ``images``: buckets whose contents are to be loaded from a
-    checkpoint by their owner, unless it holds them: ``(bucket, checkpoint id)``.
+    that a change of mirrors alone disturbs no worker. ``snapshots``: partitions whose contents are to be loaded from a
+    checkpoint by their owner, unless it holds them: ``(partition, checkpoint id)``.
     """
 
     version: int
@@ -50,10 +50,10 @@ class Placement(msgspec.Struct, frozen=True):
     servers: tuple[PsPlace, ...]
     routing: int = 0  # 0: as version
     mirrors: tuple[Mirror, ...] = ()
-    images: tuple[tuple[BucketId, int], ...] = ()
+    snapshots: tuple[tuple[PartitionId, int], ...] = ()
 
     @property
-    def buckets(self) -> int:
+    def partitions(self) -> int:
         return len(self.owner)
 
     @property
@@ -61,11 +61,11 @@ class Placement(msgspec.Struct, frozen=True):
         """Return the version of ``owner`` and ``servers``."""
         return self.routing or self.version
 
-    def owned_by(self, slot: Slot) -> list[BucketId]:
-        return [BucketId(b) for b, s in enumerate(self.owner) if s == slot]
+    def owned_by(self, slot: Slot) -> list[PartitionId]:
+        return [PartitionId(b) for b, s in enumerate(self.owner) if s == slot]
 
-    def mirrors_of(self, bucket: BucketId) -> list[Mirror]:
-        return [m for m in self.mirrors if bucket in m.members]
+    def mirrors_of(self, partition: PartitionId) -> list[Mirror]:
+        return [m for m in self.mirrors if partition in m.members]
 
     def mirrors_at(self, slot: Slot) -> list[Mirror]:
         return [m for m in self.mirrors if m.at == slot]

@@ -1,15 +1,19 @@
 """Plans: what a policy wants done about the job, as versioned sets of actions.
 
-(How a *dataset* is cut is ``model.shard.Plan``; where buckets lie is ``model.placement``.) A policy returns a
-:class:`Plan` whose version is 0; the brain checks it, numbers it and turns its actions into instructions. The same
+(How a *dataset* is cut is ``model.shard.ShardSchedule``; where partitions lie is ``model.placement``.) A policy returns
+a :class:`Plan` whose version is 0; the brain checks it, numbers it and turns its actions into instructions. The same
 plan twice changes nothing.
 """
 
 from __future__ import annotations
 
+import warnings
+from typing import Any
+
 import msgspec
 
-from everstep.ids import BucketId, Incarnation, Slot
+from everstep.config.renamed import renamed_line
+from everstep.ids import Incarnation, PartitionId, Slot
 from everstep.model.decision import Decision
 from everstep.model.member import Role
 
@@ -47,10 +51,10 @@ class KillRestart(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag
     incarnation: Incarnation  # a later one is left alone: the order was meant for this one
 
 
-class MoveBuckets(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="MOVE_BUCKETS"):
+class MovePartitions(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="MOVE_BUCKETS"):
     """Says who shall own these partitions."""
 
-    owners: dict[BucketId, Slot]
+    owners: dict[PartitionId, Slot]
 
 
 class Scale(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="SCALE"):
@@ -59,7 +63,15 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="SCAL
     workers: int
 
 
-Action = AdjustBatch | AdjustAccum | AdjustRate | BackupWorkers | KillRestart | MoveBuckets | Scale
+Action = AdjustBatch | AdjustAccum | AdjustRate | BackupWorkers | KillRestart | MovePartitions | Scale
+
+
+def __getattr__(name: str) -> Any:
+    """Return what a policy means by an old name, and say so in one line."""
+    if name != "MoveBuckets":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(renamed_line("MoveBuckets", "MovePartitions"), FutureWarning, stacklevel=2)
+    return MovePartitions
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):

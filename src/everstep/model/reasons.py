@@ -56,15 +56,15 @@ class Arrival(Reason):
     REBUILT = "rebuilt"
     """From parity."""
     LOADED = "loaded"
-    """From an image of a checkpoint."""
+    """From a snapshot of a checkpoint."""
     RESUMED = "resumed"
-    """It was to give the bucket away, and keeps it: the new owner was lost."""
+    """It was to give the partition away, and keeps it: the new owner was lost."""
     BEGUN = "begun"
     """Empty, after all that it had was lost."""
     KEPT = "kept"
-    """It had the bucket already."""
+    """It had the partition already."""
     STUCK = "stuck"
-    """It has no way to get the bucket."""
+    """It has no way to get the partition."""
 
 
 _EARLIER = {

@@ -157,9 +157,9 @@ class InitSpec(msgspec.Struct, frozen=True):
 class TableSpec(msgspec.Struct, frozen=True):
     """A named set of rows ``key (int64) -> float32[dim]``.
 
-    Life cycle: a bucket counts the pushes it applied. ``admit_after``: so many pushes of a key only count it, their
+    Life cycle: a partition counts the pushes it applied. ``admit_after``: so many pushes of a key only count it, their
     gradients are dropped; the next one makes its row. ``expire_batches``, ``expire_s``: a row that no push touched for
-    so many pushes of its bucket, or seconds, may be freed; should its key come back, it begins anew. 0: off.
+    so many pushes of its partition, or seconds, may be freed; should its key come back, it begins anew. 0: off.
     """
 
     name: str

@@ -2,16 +2,16 @@
 
 Three independent looks at each ps:
 
-1. **Tiling.** For every shard and bucket, the intervals that the ps says it applied tile ``[start, stop)``: without a
-   hole up to the last one, without overlap, and up to ``stop`` for a shard that the journal calls done.
+1. **Tiling.** For every shard and partition, the intervals that the ps says it applied tile ``[start, stop)``: without
+   a hole up to the last one, without overlap, and up to ``stop`` for a shard that the journal calls done.
 2. **Right.** Every interval was applied under a lease that the journal granted for that shard to that life of that
-   worker, and, along the positions of a bucket, lease numbers never fall (a later lease fences the earlier ones).
-3. **Fingerprint.** Each bucket carries, beside its rows, the sum (mod 2**64) of
+   worker, and, along the positions of a partition, lease numbers never fall (a later lease fences the earlier ones).
+3. **Fingerprint.** Each partition carries, beside its rows, the sum (mod 2**64) of
    ``mix64(mix64(epoch_key) + position)`` over the samples applied to it. At every cut it must equal the sum over the
    logged intervals, and at the end the sum over the plan. It does not depend on order, nor on how the log was cut.
 
 A log ends where its process was killed; a record missing inside, changed or moved breaks its chain and is an offence.
-Buckets that change hands are followed through all their owners (``journeys``).
+Partitions that change hands are followed through all their owners (``journeys``).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from everstep.model.shard import ShardSchedule, shard_key, split_key
 from everstep.monitor.facts import JobFacts, JournalReader
 from everstep.monitor.fingerprints import Prints, mix64, tile
 from everstep.monitor.ownership_audit import JourneyCheck
-from everstep.monitor.pslog import ALL, BucketStint, PsLog, bits, read_log
+from everstep.monitor.pslog import ALL, PartitionStint, PsLog, bits, read_log
 from everstep.monitor.report import AuditReport, Offence, Verdict
 from everstep.monitor.steps import check_steps, read_step_log
 from everstep.storage.chain import BROKEN_CHAIN
@@ -47,11 +47,11 @@ class _PsCheck:
     def __init__(self, facts: JobFacts, done: set[ShardKey], log: PsLog, report: AuditReport, prints: Prints) -> None:
         self.facts, self.done, self.log, self.report, self.prints = facts, done, log, report, prints
         self.handovers = 0
-        self.skipped: dict[tuple[int, int, int], int] = {}  # (shard, lo, hi) -> buckets
+        self.skipped: dict[tuple[int, int, int], int] = {}  # (shard, lo, hi) -> partitions
         self.left_out: dict[tuple[int, int, int], int] = {}  # the same, by the script's own doing
 
     def run(self, followed: bool) -> None:
-        """``followed``: its buckets change hands and are looked at by their journeys."""
+        """``followed``: its partitions change hands and are looked at by their journeys."""
         log = self.log
         if log.problem is not None:
             if log.problem.startswith(BROKEN_CHAIN):
@@ -87,14 +87,14 @@ class _PsCheck:
         return f"partition{'s' if len(chosen) > 1 else ''} {shown}"
 
     def _counts(self) -> None:
-        """Each record's bucket count is that of its bitmap, and the bitmap holds no bucket of somebody else."""
+        """Each record's partition count is that of its bitmap, and the bitmap holds no partition of somebody else."""
         log = self.log
-        size = np.array([bits(b, log.n_buckets).sum() for b in log.bitmaps] + [0], np.int64)
+        size = np.array([bits(b, log.n_partitions).sum() for b in log.bitmaps] + [0], np.int64)
         for first, last, owned in log.owned_spans():
             size[ALL] = len(owned)
-            theirs = [bits(b, log.n_buckets)[owned].sum() for b in log.bitmaps] + [len(owned)]
+            theirs = [bits(b, log.n_partitions)[owned].sum() for b in log.bitmaps] + [len(owned)]
             foreign = size != np.array(theirs, np.int64)
-            which = log.buckets[first:last]
+            which = log.partitions[first:last]
             for i in np.flatnonzero((log.applied[first:last] != size[which]) | foreign[which]).tolist():
                 row = first + i
                 detail = f"says {log.applied[row]} partitions, its bitmap has {size[which[i]]}"
@@ -147,7 +147,7 @@ class _PsCheck:
         uneven = inside & ((lo[1:] != hi[:-1]) | (lease[1:] < lease[:-1]))
         odd[np.unique(group[1:][uneven])] = True
         odd[np.unique(group[lo >= hi])] = True
-        partial = log.buckets[order] != ALL
+        partial = log.partitions[order] != ALL
         odd[np.unique(group[partial])] = True
         self.handovers += int((inside & (lease[1:] != lease[:-1]) & ~odd[group[1:]]).sum())
         for g in np.flatnonzero(odd).tolist():
@@ -159,10 +159,10 @@ class _PsCheck:
         if bounds is None:
             self._offend("unknown shard", shard, log.lo[rows[0]], log.hi[rows[-1]], detail="no plan has it")
             return
-        member = np.stack([log.mask(i) for i in log.buckets[rows].tolist()])  # [records, owned]
-        patterns, of_bucket = np.unique(member, axis=1, return_inverse=True)
+        member = np.stack([log.mask(i) for i in log.partitions[rows].tolist()])  # [records, owned]
+        patterns, of_partition = np.unique(member, axis=1, return_inverse=True)
         for p in range(patterns.shape[1]):
-            mask = of_bucket.reshape(-1) == p
+            mask = of_partition.reshape(-1) == p
             mine = rows[patterns[:, p]]
             spans = list(zip(log.lo[mine].tolist(), log.hi[mine].tolist(), log.lease[mine].tolist(), strict=True))
             for what, lo, hi, detail in tile(bounds[0], bounds[1] if is_done else None, bounds[1], spans):
@@ -174,14 +174,14 @@ class _PsCheck:
         if not len(log.owned):
             return
         value = self.prints.pushes(log)
-        everywhere = np.r_[np.uint64(0), np.cumsum(np.where(log.buckets == ALL, value, 0), dtype=np.uint64)]
-        some = np.flatnonzero((log.buckets != ALL) & (value != 0))
+        everywhere = np.r_[np.uint64(0), np.cumsum(np.where(log.partitions == ALL, value, 0), dtype=np.uint64)]
+        some = np.flatnonzero((log.partitions != ALL) & (value != 0))
         extra = np.zeros(len(log.owned), np.uint64)
         taken, last_seq = 0, -1
         for before, seq, _, found in log.cuts:
             while taken < len(some) and some[taken] < before:
                 row = some[taken]
-                extra[log.mask(int(log.buckets[row]))] += value[row]
+                extra[log.mask(int(log.partitions[row]))] += value[row]
                 taken += 1
             wrong = found != everywhere[before] + extra
             self.report.counts["cuts"] += 1
@@ -206,9 +206,9 @@ class _PsCheck:
         expected = np.full(len(log.owned), total, np.uint64)
         is_done = np.isin(log.shard, np.fromiter(self.done, np.int64, len(self.done)))
         for i in np.flatnonzero(~is_done & ~log.skipped).tolist():
-            expected[log.mask(int(log.buckets[i]))] += value[i]
+            expected[log.mask(int(log.partitions[i]))] += value[i]
         for i in np.flatnonzero(is_done & log.skipped).tolist():
-            expected[log.mask(int(log.buckets[i]))] -= self.prints.ranges(
+            expected[log.mask(int(log.partitions[i]))] -= self.prints.ranges(
                 int(log.shard[i]), log.lo[i : i + 1], log.hi[i : i + 1]
             )[0]
         self.report.counts["fingerprints"] += len(found)
@@ -224,10 +224,10 @@ def check(facts: JobFacts, done: set[ShardKey], logs: Sequence[PsLog], run_dir: 
     (a running job: later ones may be newer than the logs)."""
     report = AuditReport(run_dir, counts={"cuts": 0, "fingerprints": 0})
     prints = Prints(facts)
-    journeys: dict[int, list[BucketStint]] = {}
+    journeys: dict[int, list[PartitionStint]] = {}
     for log in logs:
-        for bucket, stints in log.stints.items():
-            journeys.setdefault(bucket, []).extend(stints)
+        for partition, stints in log.stints.items():
+            journeys.setdefault(partition, []).extend(stints)
     newest = {log.slot: log for log in sorted(logs, key=lambda log: log.life)}
     handovers, batches = 0, 0
     skipped: dict[tuple[int, int, int], int] = {}
@@ -242,20 +242,20 @@ def check(facts: JobFacts, done: set[ShardKey], logs: Sequence[PsLog], run_dir: 
         handovers = max(handovers, one.handovers)
         batches += log.n - int(log.joined.sum())
         for found, all_found in ((one.skipped, skipped), (one.left_out, left_out)):
-            for where, buckets in found.items():
-                all_found[where] = all_found.get(where, 0) + buckets
+            for where, partitions in found.items():
+                all_found[where] = all_found.get(where, 0) + partitions
     travelled = JourneyCheck(facts, done, report, prints, [*skipped, *left_out])
-    for bucket in sorted(followed):
-        travelled.run(bucket, journeys[bucket])
+    for partition in sorted(followed):
+        travelled.run(partition, journeys[partition])
     travelled.close()
     handovers = max(handovers, travelled.handovers)
     for log in newest.values():
         if facts.over and not log.closed and any(log in [s.log for s in journeys[b][-1:]] for b in log.stints):
             report.notes.append(f"{log.name} did not close its log: its final fingerprint is not checked")
     _check_owners(facts, journeys, report, bool(done))
-    n_buckets = facts.buckets
-    for (shard, lo, hi), buckets in sorted(skipped.items()):
-        share = "" if buckets >= n_buckets else f" at {buckets} of {n_buckets} partitions"
+    n_partitions = facts.partitions
+    for (shard, lo, hi), partitions in sorted(skipped.items()):
+        share = "" if partitions >= n_partitions else f" at {partitions} of {n_partitions} partitions"
         report.skipped.append(f"{facts.shard_name(ShardKey(shard))} [{lo}, {hi}){share}: gradient not finite")
     quarantined = facts.quarantined()
     for key in sorted(quarantined):
@@ -272,7 +272,7 @@ def check(facts: JobFacts, done: set[ShardKey], logs: Sequence[PsLog], run_dir: 
         "batches": batches,
         "ps": len(newest),
         "logs": len(logs),
-        "buckets": n_buckets,
+        "buckets": n_partitions,
         "leases": len(facts.grants) or len(facts.groups),
         "handovers": handovers,
         "skipped_samples": sum(hi - lo for _, lo, hi in skipped),
@@ -282,17 +282,19 @@ def check(facts: JobFacts, done: set[ShardKey], logs: Sequence[PsLog], run_dir: 
     return report
 
 
-def _check_owners(facts: JobFacts, journeys: dict[int, list[BucketStint]], report: AuditReport, needed: bool) -> None:
-    """Every bucket of the placement has a log that speaks for it: that of its owner, unless it is on its way."""
+def _check_owners(
+    facts: JobFacts, journeys: dict[int, list[PartitionStint]], report: AuditReport, needed: bool
+) -> None:
+    """Every partition of the placement has a log that speaks for it: that of its owner, unless it is on its way."""
     silent: dict[Slot, int] = {}
-    for bucket, slot in enumerate(facts.owner):
-        stints = journeys.get(bucket)
+    for partition, slot in enumerate(facts.owner):
+        stints = journeys.get(partition)
         if needed and not stints:
             silent[slot] = silent.get(slot, 0) + 1
-        elif bucket in facts.brain.state.protection.missing:
+        elif partition in facts.brain.state.protection.missing:
             continue  # (the job was over before its new owner had it)
         elif stints and facts.over and slot not in {s.log.slot for s in stints}:
-            detail = f"partition {bucket} is placed there, but only {stints[-1].log.name} speaks for it"
+            detail = f"partition {partition} is placed there, but only {stints[-1].log.name} speaks for it"
             report.offenders.append(Offence("bad record", f"ps:{slot}", detail=detail))
     for slot, n in sorted(silent.items()):
         report.offenders.append(Offence("no log", f"ps:{slot}", detail=f"it owned {n} partitions"))
@@ -329,7 +331,7 @@ def audit(run_dir: Path, progress: Callable[[str], None] | None = None) -> Audit
         done = journal.facts.done
         logs = [read_log(p) for p in sorted((run_dir / "audit").glob("ps-*.log"))]
         journal.advance()
-        # What was done and came back meanwhile (its bucket fell back to an older image) is not done.
+        # What was done and came back meanwhile (its partition fell back to an older snapshot) is not done.
         return judged(check(journal.facts, done & journal.facts.done, logs, str(run_dir)), journal.facts)
 
 

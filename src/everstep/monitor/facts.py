@@ -30,8 +30,8 @@ from everstep.brain.events import (
 from everstep.brain.job import Phase
 from everstep.errors import PlatformError
 from everstep.ids import Incarnation, LeaseNo, ShardKey, Slot
-from everstep.model.image import Manifest
 from everstep.model.shard import ShardSchedule, ShardState, shard_key, split_key
+from everstep.model.snapshot import Manifest
 from everstep.monitor.loops import LoopFacts
 from everstep.monitor.steps import StepFacts
 from everstep.storage.journal import SQL_ERRORS, check_version, sound_row
@@ -130,7 +130,7 @@ class JobFacts:
         return self.brain.placement.owner if self.brain.placement is not None else ()
 
     @property
-    def buckets(self) -> int:
+    def partitions(self) -> int:
         return len(self.owner)
 
     @property

@@ -1,19 +1,19 @@
 """Follows partitions that change hands through all their owners.
 
-A bucket's journey is a row of stints, one at each owner, in the order in which they began. Each stint after the first
-begins with what the new owner says it took over (``Took``): for every open shard how far the bucket had come, and the
-fingerprint of all samples in it. That settles what came before:
+A partition's journey is a row of stints, one at each owner, in the order in which they began. Each stint after the
+first begins with what the new owner says it took over (``Took``): for every open shard how far the partition had come,
+and the fingerprint of all samples in it. That settles what came before:
 
 * An interval that an earlier owner applied counts as far as the taken watermarks say. What lies beyond is **void**: the
   crash undid it, and it must be applied again. (An owner that was given up while it lived may go on for a moment;
   what it applied then is void too, and named.)
-* What lies before them and is in no log is **vouched** for by the watermark: the owner died after the bucket's mirror
-  had it and before its log did.
-* A shard that is open no more was released, so the bucket had all of it, unless a later owner began it anew.
-* A bucket that began empty again had nothing that was released: all before is void.
+* What lies before them and is in no log is **vouched** for by the watermark: the owner died after the partition's
+  mirror had it and before its log did.
+* A shard that is open no more was released, so the partition had all of it, unless a later owner began it anew.
+* A partition that began empty again had nothing that was released: all before is void.
 * The sum over what counts must be the **fingerprint** that was taken, and from there on the one at every cut.
 
-At the end, what counts must tile every shard once, in fence order, as for a bucket that never moved.
+At the end, what counts must tile every shard once, in fence order, as for a partition that never moved.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from everstep.ids import ShardKey
 from everstep.model.reasons import Arrival
 from everstep.monitor.facts import JobFacts
 from everstep.monitor.fingerprints import Prints, tile
-from everstep.monitor.pslog import BucketStint, PsLog
+from everstep.monitor.pslog import PartitionStint, PsLog
 from everstep.monitor.report import AuditReport, Offence
 
 _M64 = 2**64
-_Where = tuple[str, str, str, int, int, str]  # of an offence, but for its bucket
+_Where = tuple[str, str, str, int, int, str]  # of an offence, but for its partition
 
 
 class _Counted:
@@ -80,7 +80,7 @@ class JourneyCheck:
         self.facts, self.done, self.report, self.prints = facts, done, report, prints
         self.handovers = 0
         self._values: dict[int, NDArray[np.uint64]] = {}  # id of a log -> value of its pushes
-        self._positions: dict[int, list[dict[int, int]]] = {}  # id of a log -> per cut: bucket -> place
+        self._positions: dict[int, list[dict[int, int]]] = {}  # id of a log -> per cut: partition -> place
         self._found: dict[_Where, list[int]] = {}
         self._fenced: dict[tuple[str, str], int] = {}
         self._skips: dict[int, list[tuple[int, int]]] = {}
@@ -90,36 +90,36 @@ class JourneyCheck:
         for name in ("taken", "void", "vouched"):
             report.counts.setdefault(name, 0)
 
-    def run(self, bucket: int, stints: list[BucketStint]) -> None:
+    def run(self, partition: int, stints: list[PartitionStint]) -> None:
         stints = _in_order(stints)
         counted = _Counted()
         honest = True
         for i, stint in enumerate(stints):
             if stint.took is not None or i:
-                honest = self._take(bucket, counted, stints, i) and honest
+                honest = self._take(partition, counted, stints, i) and honest
             base = counted.print() if stint.took is None else stint.took.fingerprint
             log = stint.log
-            rows = log.rows_of(bucket, stint.first, stint.last)
+            rows = log.rows_of(partition, stint.first, stint.last)
             value = self._value(log)[rows]
             if honest:
-                honest = self._cuts(bucket, stint, rows, value, base)
+                honest = self._cuts(partition, stint, rows, value, base)
             counted.add(log.shard[rows], log.lo[rows], log.hi[rows], log.lease[rows], value, log.skipped[rows])
-        self._tile(bucket, stints[-1], counted)
+        self._tile(partition, stints[-1], counted)
         if honest:
-            self._against_plan(bucket, stints, counted)
+            self._against_plan(partition, stints, counted)
 
     def close(self) -> None:
-        """Say what was found, offences that differ only in the bucket as one."""
-        for (what, ps, shard, lo, hi, detail), buckets in self._found.items():
-            shown = ",".join(str(b) for b in buckets[:8]) + (",..." if len(buckets) > 8 else "")
-            named = f"partition{'s' if len(buckets) > 1 else ''} {shown}"
+        """Say what was found, offences that differ only in the partition as one."""
+        for (what, ps, shard, lo, hi, detail), partitions in self._found.items():
+            shown = ",".join(str(b) for b in partitions[:8]) + (",..." if len(partitions) > 8 else "")
+            named = f"partition{'s' if len(partitions) > 1 else ''} {shown}"
             self.report.offenders.append(Offence(what, ps, shard, lo, hi, named, detail))
         for (old, new), n in sorted(self._fenced.items()):
             self.report.notes.append(f"{old} still applied {n} batches to partitions that {new} had taken over: void")
 
-    # ------------------------------------------------------------ a bucket changes hands
+    # ------------------------------------------------------------ a partition changes hands
 
-    def _take(self, bucket: int, counted: _Counted, stints: list[BucketStint], i: int) -> bool:
+    def _take(self, partition: int, counted: _Counted, stints: list[PartitionStint], i: int) -> bool:
         """Settle what counts of all before stint ``i``; whether its fingerprint is the one that was taken."""
         stint = stints[i]
         took = stint.took
@@ -143,15 +143,17 @@ class JourneyCheck:
             where = np.minimum(where, len(keys) - 1)
             is_open = keys[where] == counted.shard
             mark = upto[where]
-        again = self._shards_from(bucket, stints[i:])
+        again = self._shards_from(partition, stints[i:])
         shards = np.unique(counted.shard[~is_open]).tolist()
         over = np.array([k for k in shards if k in self.done and k not in again], np.int64)
         kept = np.where(is_open, counted.hi <= mark, np.isin(counted.shard, over))
         for r in np.flatnonzero(is_open & (counted.lo < mark) & (counted.hi > mark)).tolist():
             detail = f"taken over by {stint.log.name} at {mark[r]}, inside of it"
-            self._offend("torn", bucket, stint, int(counted.shard[r]), int(counted.lo[r]), int(counted.hi[r]), detail)
+            self._offend(
+                "torn", partition, stint, int(counted.shard[r]), int(counted.lo[r]), int(counted.hi[r]), detail
+            )
         if i:
-            self._name_fenced(bucket, stints, i, marks)
+            self._name_fenced(partition, stints, i, marks)
         counts["void"] += int((~kept & (counted.lease > 0)).sum())
         counted.keep(kept)
         first = i == 0  # goes on from a checkpoint of another run
@@ -168,7 +170,7 @@ class JourneyCheck:
         if first:
             return True  # what the run before skipped is not known here: its own audit says it
         detail = f"{stint.log.name} took it over ({took.how}) with other samples than its owners' logs say"
-        self._offend("fingerprint", bucket, stint, -1, -1, -1, detail)
+        self._offend("fingerprint", partition, stint, -1, -1, -1, detail)
         return False
 
     def _vouch(
@@ -205,17 +207,17 @@ class JourneyCheck:
         values = np.array([a[3] for a in added], np.uint64)
         counted.add(columns[0], columns[1], columns[2], nothing, values, nothing.astype(bool))
 
-    def _shards_from(self, bucket: int, stints: list[BucketStint]) -> set[int]:
+    def _shards_from(self, partition: int, stints: list[PartitionStint]) -> set[int]:
         out: set[int] = set()
         for stint in stints:
-            out |= set(stint.log.shard[stint.log.rows_of(bucket, stint.first, stint.last)].tolist())
+            out |= set(stint.log.shard[stint.log.rows_of(partition, stint.first, stint.last)].tolist())
         return out
 
-    def _name_fenced(self, bucket: int, stints: list[BucketStint], i: int, marks: dict[int, int]) -> None:
+    def _name_fenced(self, partition: int, stints: list[PartitionStint], i: int, marks: dict[int, int]) -> None:
         """Name what the owner before applied after it had been replaced."""
         old, new = stints[i - 1], stints[i]
         log = old.log
-        rows = log.rows_of(bucket, old.first, old.last)
+        rows = log.rows_of(partition, old.first, old.last)
         late = rows[log.at[rows] > new.at]
         beyond = [r for r in late.tolist() if int(log.hi[r]) > marks.get(int(log.shard[r]), -1)]
         if beyond and old.log is not new.log:
@@ -240,30 +242,30 @@ class JourneyCheck:
         return found
 
     def _cuts(
-        self, bucket: int, stint: BucketStint, rows: NDArray[np.int64], value: NDArray[np.uint64], base: int
+        self, partition: int, stint: PartitionStint, rows: NDArray[np.int64], value: NDArray[np.uint64], base: int
     ) -> bool:
         """Check that at every cut of the stint the partition holds what it came with and what was logged since."""
         sums = np.r_[np.uint64(0), np.cumsum(value, dtype=np.uint64)]
         for cut, places in zip(stint.log.cuts, self._places(stint.log), strict=True):
-            place = places.get(bucket)
+            place = places.get(partition)
             if place is None or not _within(stint, cut.before, cut.seq):
                 continue
             self.report.counts["fingerprints"] += 1
             expected = (base + int(sums[np.searchsorted(rows, cut.before)])) % _M64
             if int(cut.found[place]) != expected:
                 detail = f"the partition holds other samples than the log says, seen at record {cut.seq}"
-                self._offend("fingerprint", bucket, stint, -1, -1, -1, detail)
+                self._offend("fingerprint", partition, stint, -1, -1, -1, detail)
                 return False
         return True
 
-    def _against_plan(self, bucket: int, stints: list[BucketStint], counted: _Counted) -> None:
+    def _against_plan(self, partition: int, stints: list[PartitionStint], counted: _Counted) -> None:
         """Compare with the final fingerprint from the plan: all of each done shard, less what was skipped. Of the
         others the logs must be believed."""
         stint = stints[-1]
         log = stint.log
         if not log.closed or not log.cuts or stint.gave is not None or stints[0].took is not None:
             return
-        place = self._places(log)[-1].get(bucket)
+        place = self._places(log)[-1].get(partition)
         if place is None:
             return
         is_done = np.isin(counted.shard, np.fromiter(self.done, np.int64, len(self.done)))
@@ -274,18 +276,18 @@ class JourneyCheck:
         self.report.counts["fingerprints"] += 1
         if int(log.cuts[-1].found[place]) != expected % _M64:
             detail = "the final fingerprint is not that of the plan"
-            self._offend("fingerprint", bucket, stint, -1, -1, -1, detail)
+            self._offend("fingerprint", partition, stint, -1, -1, -1, detail)
 
     # ------------------------------------------------------------ tiling
 
-    def _tile(self, bucket: int, stint: BucketStint, counted: _Counted) -> None:
+    def _tile(self, partition: int, stint: PartitionStint, counted: _Counted) -> None:
         order = np.lexsort((counted.lo, counted.shard))
         shard, lo, hi, lease = counted.shard[order], counted.lo[order], counted.hi[order], counted.lease[order]
         for key in self.done - set(shard.tolist()):
             if key not in self.facts.resumed:
                 bounds = self.facts.bounds(key)
                 assert bounds is not None
-                self._offend("missing", bucket, stint, key, *bounds, "")
+                self._offend("missing", partition, stint, key, *bounds, "")
         if not len(shard):
             return
         starts = np.flatnonzero(np.r_[True, shard[1:] != shard[:-1]])
@@ -298,7 +300,7 @@ class JourneyCheck:
             key = ShardKey(int(shard[first]))
             bounds = self.facts.bounds(key)
             if bounds is None:
-                self._offend("unknown shard", bucket, stint, key, int(lo[first]), int(hi[end - 1]), "no plan has it")
+                self._offend("unknown shard", partition, stint, key, int(lo[first]), int(hi[end - 1]), "no plan has it")
                 continue
             stop = bounds[1] if key in self.done else None
             plain = lo[first] == bounds[0] and hi[end - 1] <= bounds[1] and (stop is None or hi[end - 1] == stop)
@@ -310,20 +312,22 @@ class JourneyCheck:
                 spans.append((low, high, no or fence))  # what is vouched for has no lease of its own
                 fence = max(fence, no)
             for what, low, high, detail in tile(bounds[0], stop, bounds[1], spans):
-                self._offend(what, bucket, stint, key, low, high, detail)
+                self._offend(what, partition, stint, key, low, high, detail)
 
-    def _offend(self, what: str, bucket: int, stint: BucketStint, shard: int, lo: int, hi: int, detail: str) -> None:
+    def _offend(
+        self, what: str, partition: int, stint: PartitionStint, shard: int, lo: int, hi: int, detail: str
+    ) -> None:
         name = self.facts.shard_name(ShardKey(shard)) if shard >= 0 else ""
-        self._found.setdefault((what, stint.log.name, name, lo, hi, detail), []).append(bucket)
+        self._found.setdefault((what, stint.log.name, name, lo, hi, detail), []).append(partition)
 
 
-def _within(stint: BucketStint, before: int, seq: int) -> bool:
+def _within(stint: PartitionStint, before: int, seq: int) -> bool:
     """Return whether a cut was made during the stint."""
     after = stint.took is None or seq > stint.took.seq
     return after and (stint.gave is None or seq < stint.gave.seq) and stint.first <= before <= stint.last
 
 
-def _in_order(stints: list[BucketStint]) -> list[BucketStint]:
+def _in_order(stints: list[PartitionStint]) -> list[PartitionStint]:
     """Return stints by the placements under which they began; where a log does not know them, by time. One that began
     empty is the first, or the first sign of its new life."""
     if sum(s.took is None for s in stints) <= 1 and all(s.took is None or s.took.version for s in stints):

@@ -15,10 +15,10 @@ from everstep.ids import Incarnation, Slot
 from everstep.monitor.records import AcquiredRecord, Applied, AuditRecord, CutRecord, FinalCutRecord, ReleasedRecord
 from everstep.storage.chain import BROKEN_CHAIN, read_chain
 
-ALL = -1  # in PsLog.buckets: every bucket owned then
+ALL = -1  # in PsLog.partitions: every partition owned then
 
 
-class BucketStint(NamedTuple):
+class PartitionStint(NamedTuple):
     """Is one ps's time with one partition: the pushes ``[first, last)`` of its log, as far as they name the partition.
 
     ``took``: how it came; None: it began here, empty. ``gave``: it left in order. ``at``: when it came, 0.0: unknown.
@@ -33,7 +33,8 @@ class BucketStint(NamedTuple):
 
 
 class CutSeen(NamedTuple):
-    """A cut: how many pushes precede it, its record's number, the buckets owned then, their fingerprints (uint64)."""
+    """A cut: how many pushes precede it, its record's number, the partitions owned then, their fingerprints
+    (uint64)."""
 
     before: int
     seq: int
@@ -46,18 +47,18 @@ class PsLog:
 
     ``shard, lo, hi, lease, worker, incarnation, applied: int64 [n]``; ``skipped``, ``left_out: bool [n]`` (skipped by
     the script's own doing); ``joined: bool [n]`` (of the step of the record before); ``at: float64 [n]``
-    (seconds since 1970); ``buckets: int64 [n]``, an index into ``bitmaps`` or -1 for all owned then. ``owned``: at the
-    beginning; ``moved``: whether that changed. ``stints``: by bucket, in order.
+    (seconds since 1970); ``partitions: int64 [n]``, an index into ``bitmaps`` or -1 for all owned then. ``owned``: at
+    the beginning; ``moved``: whether that changed. ``stints``: by partition, in order.
     """
 
-    def __init__(self, slot: Slot, incarnation: Incarnation, n_buckets: int, owned: Sequence[int]) -> None:
+    def __init__(self, slot: Slot, incarnation: Incarnation, n_partitions: int, owned: Sequence[int]) -> None:
         self.slot = slot
         self.life = incarnation
-        self.n_buckets = n_buckets
+        self.n_partitions = n_partitions
         self.owned: NDArray[np.int64] = np.array(owned, np.int64)
         self.bitmaps: list[bytes] = []
         self.cuts: list[CutSeen] = []
-        self.stints: dict[int, list[BucketStint]] = {}
+        self.stints: dict[int, list[PartitionStint]] = {}
         self.moved = False
         self.closed = False
         self.problem: str | None = None
@@ -94,10 +95,10 @@ class PsLog:
                 self.bad.append(f"bad record: number {seq} comes after the log was closed")
             if isinstance(record, Applied):
                 index = ALL
-                if record.buckets:
-                    index = known.setdefault(record.buckets, len(known))
+                if record.partitions:
+                    index = known.setdefault(record.partitions, len(known))
                     if index == len(self.bitmaps):
-                        self.bitmaps.append(record.buckets)
+                        self.bitmaps.append(record.partitions)
                 self._rows.append(
                     (
                         record.shard,
@@ -121,39 +122,39 @@ class PsLog:
         self.n = len(self._rows)
         columns = np.array(self._rows, np.int64).reshape(self.n, 11).T
         self.shard, self.lo, self.hi, self.lease, self.worker, self.incarnation = columns[:6]
-        self.applied, self.buckets = columns[6], columns[7]
+        self.applied, self.partitions = columns[6], columns[7]
         self.skipped, self.left_out, self.joined = columns[8:11].astype(bool)
         self.at = np.array(self._at)
         self._rows, self._at = [], []
-        for bucket in list(self._open):
-            self._end(bucket, None)
+        for partition in list(self._open):
+            self._end(partition, None)
 
     def _change(self, record: AcquiredRecord | ReleasedRecord, seq: int) -> None:
-        bucket = record.bucket
-        if not 0 <= bucket < self.n_buckets or (bucket in self._now) == isinstance(record, AcquiredRecord):
+        partition = record.partition
+        if not 0 <= partition < self.n_partitions or (partition in self._now) == isinstance(record, AcquiredRecord):
             word = "came" if isinstance(record, AcquiredRecord) else "left"
-            self.bad.append(f"bad record: number {seq} says that partition {bucket} {word}, which cannot be")
+            self.bad.append(f"bad record: number {seq} says that partition {partition} {word}, which cannot be")
             return
         self.moved = True
         if isinstance(record, AcquiredRecord):
             if len(record.shards) % 16:
                 self.bad.append(f"bad record: number {seq} has watermarks of {len(record.shards)} bytes")
-            self._now.add(bucket)
-            self._open[bucket] = (record, len(self._rows))
+            self._now.add(partition)
+            self._open[partition] = (record, len(self._rows))
         else:
-            self._now.discard(bucket)
-            self._end(bucket, record)
+            self._now.discard(partition)
+            self._end(partition, record)
         self._owned_now = np.array(sorted(self._now), np.int64)
         self._changes.append((len(self._rows), self._owned_now))
 
-    def _end(self, bucket: int, gave: ReleasedRecord | None) -> None:
-        took, first = self._open.pop(bucket)
+    def _end(self, partition: int, gave: ReleasedRecord | None) -> None:
+        took, first = self._open.pop(partition)
         last = len(self._rows) or self.n
         at = took.at if took is not None else 0.0
-        self.stints.setdefault(bucket, []).append(BucketStint(self, took, first, last, gave, at))
+        self.stints.setdefault(partition, []).append(PartitionStint(self, took, first, last, gave, at))
 
     def owned_spans(self) -> Iterable[tuple[int, int, NDArray[np.int64]]]:
-        """``(first, last, owned)``: pushes ``[first, last)`` were made while these buckets were owned."""
+        """``(first, last, owned)``: pushes ``[first, last)`` were made while these partitions were owned."""
         ends = [at for at, _ in self._changes[1:]] + [self.n]
         for (first, owned), last in zip(self._changes, ends, strict=True):
             if first < last:
@@ -168,19 +169,20 @@ class PsLog:
         self.cuts.append(CutSeen(len(self._rows), seq, self._owned_now, found))
 
     def mask(self, index: int) -> NDArray[np.bool_]:
-        """Return which buckets (bool [owned]) of those owned at first a record with this ``buckets`` index was applied
-        to."""
+        """Return which partitions (bool [owned]) of those owned at first a record with this ``partitions`` index was
+        applied to."""
         if index == ALL:
             return np.ones(len(self.owned), bool)
-        return bits(self.bitmaps[index], self.n_buckets)[self.owned]
+        return bits(self.bitmaps[index], self.n_partitions)[self.owned]
 
-    def rows_of(self, bucket: int, first: int, last: int) -> NDArray[np.int64]:
-        """Return numbers of the pushes in ``[first, last)`` that were applied to ``bucket``, which was owned then."""
+    def rows_of(self, partition: int, first: int, last: int) -> NDArray[np.int64]:
+        """Return numbers of the pushes in ``[first, last)`` that were applied to ``partition``, which was owned
+        then."""
         if self._member is None:
-            self._member = np.ones((len(self.bitmaps) + 1, self.n_buckets), bool)  # [ALL]: the last row
+            self._member = np.ones((len(self.bitmaps) + 1, self.n_partitions), bool)  # [ALL]: the last row
             for i, bitmap in enumerate(self.bitmaps):
-                self._member[i] = bits(bitmap, self.n_buckets)
-        return np.flatnonzero(self._member[self.buckets[first:last], bucket]) + first
+                self._member[i] = bits(bitmap, self.n_partitions)
+        return np.flatnonzero(self._member[self.partitions[first:last], partition]) + first
 
 
 def bits(bitmap: bytes, n: int) -> NDArray[np.bool_]:

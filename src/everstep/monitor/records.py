@@ -1,8 +1,9 @@
 """Writes what a ps writes into its audit log ``audit/ps-SLOT.INCARNATION.log`` (``storage.chain``), one message each.
 
 Header of the log: ``{"kind": "ps-audit", "slot": int, "incarnation": int, "buckets": int, "owned": hex}``, ``owned``
-being a bitmap (little-endian bits, bit b = bucket b) of the buckets that the log speaks for at first: those that began
-here, empty. Later records change them: Took adds a bucket, Gave takes it away; "owned" below is what they are then.
+being a bitmap (little-endian bits, bit b = partition b) of the partitions that the log speaks for at first: those that
+began here, empty. Later records change them: Took adds a partition, Gave takes it away; "owned" below is what they are
+then.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from everstep.model.reasons import Arrival
 
 
 class Applied(msgspec.Struct, frozen=True, array_like=True, tag="push", gc=False):
-    """Samples ``[lo, hi)`` of ``shard`` were applied to ``applied`` buckets: those in the bitmap, b"" = all owned.
+    """Samples ``[lo, hi)`` of ``shard`` were applied to ``applied`` partitions: those in the bitmap, b"" = all owned.
 
     ``skipped``: the watermarks moved, no gradient was applied. ``at``: seconds since 1970, when it was written.
     ``left_out``: it is skipped because the script did not step on it. ``joined``: it belongs to the same optimizer step
@@ -29,7 +30,7 @@ class Applied(msgspec.Struct, frozen=True, array_like=True, tag="push", gc=False
     worker: Slot
     worker_incarnation: Incarnation
     applied: int
-    buckets: bytes = b""
+    partitions: bytes = b""
     skipped: bool = False
     at: float = 0.0
     left_out: bool = False
@@ -54,19 +55,20 @@ class FinalCutRecord(msgspec.Struct, frozen=True, array_like=True, tag="closed",
 
 
 class AcquiredRecord(msgspec.Struct, frozen=True, array_like=True, tag="took", gc=False):
-    """From here on ``bucket`` is this ps's, as of the bucket's own number ``bucket_seq`` (see everstep.native).
+    """From here on ``partition`` is this ps's, as of the partition's own number ``partition_seq`` (see
+    everstep.native).
 
-    ``how``: "promoted" (a copy that was kept here), "rebuilt" (from parity), "loaded" (from a checkpoint image),
+    ``how``: "promoted" (a copy that was kept here), "rebuilt" (from parity), "loaded" (from a checkpoint snapshot),
     "resumed" (it was to leave, and stays: the new owner was lost), "begun" (empty: all of it was lost). ``version``:
-    the placement in force then, which orders the owners of a bucket whatever their clocks say; 0: not known.
+    the placement in force then, which orders the owners of a partition whatever their clocks say; 0: not known.
     ``shards``: int64 pairs (shard, watermark), little-endian, of every shard that is open in it; ``fingerprint``:
-    uint64, of the bucket then. Whatever an earlier owner applied beyond these watermarks is void.
+    uint64, of the partition then. Whatever an earlier owner applied beyond these watermarks is void.
     """
 
     seq: int
-    bucket: int
+    partition: int
     how: Arrival
-    bucket_seq: int
+    partition_seq: int
     shards: bytes
     fingerprint: int
     at: float = 0.0
@@ -74,29 +76,29 @@ class AcquiredRecord(msgspec.Struct, frozen=True, array_like=True, tag="took", g
 
 
 class ReleasedRecord(msgspec.Struct, frozen=True, array_like=True, tag="gave", gc=False):
-    """From here on ``bucket`` is no longer this ps's: it left at its own number ``bucket_seq``; nothing is applied to
-    it here after this."""
+    """From here on ``partition`` is no longer this ps's: it left at its own number ``partition_seq``; nothing is
+    applied to it here after this."""
 
     seq: int
-    bucket: int
-    bucket_seq: int
+    partition: int
+    partition_seq: int
     at: float = 0.0
 
 
 AuditRecord = Applied | CutRecord | FinalCutRecord | AcquiredRecord | ReleasedRecord
 
 
-def bitmap(buckets: list[int], n_buckets: int) -> bytes:
-    """Return the little-endian bits of ``buckets``."""
-    return sum(1 << b for b in buckets).to_bytes(-(-n_buckets // 8), "little")
+def bitmap(partitions: list[int], n_partitions: int) -> bytes:
+    """Return the little-endian bits of ``partitions``."""
+    return sum(1 << b for b in partitions).to_bytes(-(-n_partitions // 8), "little")
 
 
-def audit_header(slot: Slot, incarnation: Incarnation, n_buckets: int, owned: list[int]) -> dict[str, str | int]:
+def audit_header(slot: Slot, incarnation: Incarnation, n_partitions: int, owned: list[int]) -> dict[str, str | int]:
     """Return the header of one ps's log."""
     return {
         "kind": "ps-audit",
         "slot": slot,
         "incarnation": incarnation,
-        "buckets": n_buckets,
-        "owned": bitmap(owned, n_buckets).hex(),
+        "buckets": n_partitions,
+        "owned": bitmap(owned, n_partitions).hex(),
     }

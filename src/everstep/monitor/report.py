@@ -37,7 +37,7 @@ EXIT_CODES = {
 """Of ``everstep audit``; 2: there is no such run."""
 
 
-class Offence(msgspec.Struct, frozen=True):
+class Offence(msgspec.Struct, frozen=True, rename={"partitions": "buckets"}):
     """Is one thing that is not as promised. ``what``: missing, twice, outside, unknown lease, wrong worker, after
     fence, unknown shard, fingerprint, broken chain, sequence, bad record, no log."""
 
@@ -46,12 +46,12 @@ class Offence(msgspec.Struct, frozen=True):
     shard: str = ""
     lo: int = -1
     hi: int = -1
-    buckets: str = ""
+    partitions: str = ""
     detail: str = ""
 
     def __str__(self) -> str:
         where = f"{self.shard} [{self.lo}, {self.hi})" if self.lo >= 0 else self.shard
-        parts = [f"{self.what}:", where, f"at {self.ps}", self.buckets, f"({self.detail})" if self.detail else ""]
+        parts = [f"{self.what}:", where, f"at {self.ps}", self.partitions, f"({self.detail})" if self.detail else ""]
         return " ".join(part for part in parts if part)
 
 

@@ -124,8 +124,8 @@ class Spending:
                 self._work += [_UsefulWork(node, slot, since, self._committed[generation]) for node, slot in members]
 
     def _node_of(self, worker: Slot) -> NodeId:
-        seat = self.brain.members.workers.get(worker)
-        return seat.member.node if seat is not None else HOME_NODE
+        record = self.brain.members.workers.get(worker)
+        return record.member.node if record is not None else HOME_NODE
 
     def _joined(self, fact: NodeJoined, at: float) -> None:
         machine = self._open.get(fact.node)
@@ -162,9 +162,9 @@ class Spending:
 
     def _look_at_members(self, at: float) -> None:
         now = {}
-        for seat in self.brain.members.all():
-            if seat.running:
-                m = seat.member
+        for record in self.brain.members.all():
+            if record.running:
+                m = record.member
                 now[m.role, m.slot, m.incarnation] = m.node
         for key, (node, since) in list(self._running.items()):
             if key not in now:

@@ -114,19 +114,19 @@ def members_view(brain: Brain, measured: Measured) -> Iterable[MemberView]:
         ShownState.LEFT if job.over and not measured.master_pid else ShownState.ALIVE,
         job.master_failures,
     )
-    for seat in brain.members.all():
-        member = seat.member
-        told = measured.of_member(member.key, member.incarnation) if seat.running else {}
-        has = seat.running and member.role is Role.PS and placement is not None
+    for record in brain.members.all():
+        member = record.member
+        told = measured.of_member(member.key, member.incarnation) if record.running else {}
+        has = record.running and member.role is Role.PS and placement is not None
         yield MemberView(
             role=member.role,
             slot=member.slot,
             incarnation=member.incarnation,
             node=member.node,
             pid=member.pid,
-            state=shown_state(seat),
-            losses=seat.losses,
-            works_on=brain.shards.name(seat.held[0]) if seat.held else brain.groups.words(seat),
+            state=shown_state(record),
+            losses=record.losses,
+            works_on=brain.shards.name(record.held[0]) if record.held else brain.groups.words(record),
             samples_per_s=told.get("samples_per_s", 0.0),
             rss_bytes=int(told.get("rss_bytes", 0)),
             partitions=len(placement.owned_by(member.slot)) if has and placement is not None else 0,
@@ -135,19 +135,19 @@ def members_view(brain: Brain, measured: Measured) -> Iterable[MemberView]:
         )
 
 
-def shown_state(seat: SlotRecord) -> ShownState:
+def shown_state(record: SlotRecord) -> ShownState:
     """Return what the process of a slot is doing."""
-    if seat.stopping and seat.running:
+    if record.stopping and record.running:
         return ShownState.LEAVING
-    return ShownState.WAITING if seat.waiting else ShownState(seat.member.state)
+    return ShownState.WAITING if record.waiting else ShownState(record.member.state)
 
 
 def nodes_view(brain: Brain) -> Iterable[NodeView]:
     """Return all nodes that have joined, in that order."""
     running: dict[tuple[NodeId, Role], int] = {}
-    for seat in brain.members.all():
-        if seat.running:
-            key = seat.member.node, seat.member.role
+    for record in brain.members.all():
+        if record.running:
+            key = record.member.node, record.member.role
             running[key] = running.get(key, 0) + 1
     for n in brain.members.nodes.values():
         yield NodeView(
@@ -212,7 +212,7 @@ def placement_view(brain: Brain) -> PlacementView | None:
     placement = brain.placement
     if placement is None:
         return None
-    return PlacementView(placement.version, placement.buckets, len(set(placement.owner)))
+    return PlacementView(placement.version, placement.partitions, len(set(placement.owner)))
 
 
 def protection_view(brain: Brain, measured: Measured) -> ProtectionView | None:
@@ -221,7 +221,7 @@ def protection_view(brain: Brain, measured: Measured) -> ProtectionView | None:
         return None
     keeper, spec = brain.keeper, brain.job.spec
     levels = measured.levels if measured.levels is not None else keeper.levels()
-    up = [seat.member for seat in brain.members.servers.values() if seat.running]
+    up = [record.member for record in brain.members.servers.values() if record.running]
     worst, lost = measured.cover if measured.cover is not None else keeper.lost_with_one_machine()
     return ProtectionView(
         parity=spec.parity,
@@ -260,7 +260,7 @@ def checkpoint_view(brain: Brain) -> CheckpointView | None:
         bytes_written=last.bytes_written if last is not None else 0,
         took_s=last.took_s if last is not None else 0.0,
         writing=writing.number if writing is not None else 0,
-        snapshots=len(writing.images) if writing is not None else 0,
+        snapshots=len(writing.snapshots) if writing is not None else 0,
         partitions=brain.job.spec.partitions,
         given_up=found.given_up,
         resumed=found.resumed,

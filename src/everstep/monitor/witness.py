@@ -8,7 +8,7 @@ sample that was applied, and its steps 1.0 for each iteration that was. Both mus
   added to a later one is for the script to say, so that there it is a range.)
 * a loop has steps in those epochs that it asked for, and in no others;
 * as many steps were applied as the audit counts: in mode allreduce always, in mode ps (async, bounded) as long as no
-  bucket changed hands, since a worker that replaces another one may divide the rest of a shard otherwise.
+  partition changed hands, since a worker that replaces another one may divide the rest of a shard otherwise.
 
 A job that went on from a checkpoint has the counts of the runs before in its model; they are looked up in the run
 directories that it names, as far as these are there.
@@ -28,8 +28,8 @@ from everstep.brain.events import StepsCommitted
 from everstep.errors import ConfigError
 from everstep.ids import LeaseNo, ShardKey
 from everstep.model.group import Mark
-from everstep.model.image import Manifest
 from everstep.model.shard import shard_key, split_key
+from everstep.model.snapshot import Manifest
 from everstep.monitor.facts import JobFacts, JournalReader
 from everstep.monitor.pslog import PsLog, read_log
 from everstep.monitor.report import AuditReport, Verdict
@@ -246,23 +246,23 @@ def _of_servers(facts: JobFacts, run_dir: Path, manifest: Manifest | None) -> Ex
         lo, hi = facts.plans[number].bounds(index)
         epochs[number, epoch].done += hi - lo
         epochs[number, epoch].perhaps.append((lo, hi))  # (it may have been begun)
-    buckets: dict[tuple[int, int, int], int] = {}
+    partitions: dict[tuple[int, int, int], int] = {}
     for log in logs:
         for i in np.flatnonzero(log.skipped).tolist():
             at = (int(log.shard[i]), int(log.lo[i]), int(log.hi[i]))
-            buckets[at] = buckets.get(at, 0) + int(log.applied[i])
-    for (shard, lo, hi), count in buckets.items():
+            partitions[at] = partitions.get(at, 0) + int(log.applied[i])
+    for (shard, lo, hi), count in partitions.items():
         number, epoch, _ = split_key(ShardKey(shard))
         one = epochs.get((number, epoch))
         if one is not None:
-            (one.not_applied if quiet and count >= facts.buckets else one.perhaps).append((lo, hi))
+            (one.not_applied if quiet and count >= facts.partitions else one.perhaps).append((lo, hi))
     steps: dict[tuple[int, int], tuple[int, int]] | None = None
     spec = facts.brain.job.spec
     if quiet and not spec.consistency.startswith("sync") and all(one.whole for one in epochs.values()):
         steps = {}
         for log in logs:
             for owned in range(len(log.owned)):
-                mine = [i for i in range(log.n) if not log.skipped[i] and log.mask(int(log.buckets[i]))[owned]]
+                mine = [i for i in range(log.n) if not log.skipped[i] and log.mask(int(log.partitions[i]))[owned]]
                 _count(steps, facts, log, mine)
     return Expectation(epochs, steps)
 

@@ -1,14 +1,14 @@
 """Is the small module over the C++ kernels, which have a NumPy twin as their oracle.
 
-Arrays are checked at the border (dtype, C layout, shape, bounds): a wrong one is a ValueError, a key whose bucket is
+Arrays are checked at the border (dtype, C layout, shape, bounds): a wrong one is a ValueError, a key whose partition is
 not owned a KeyError. All long work runs without the GIL. Keys are int64, rows float32, all little-endian.
 
 Worker side, on one batch of one table (``u`` distinct keys, ``n`` ids, ``b`` bags):
 
-- ``unique_route(ids i64[n], n_buckets, table_id, bucket_ps i32[n_buckets], n_ps=-1)`` gives ``(keys i64[u], inverse
-  i32[n], counts_by_ps i64[n_ps])``: ``keys[inverse] == ids``; keys are grouped by ps in rank order (``bucket_ps[b]`` is
-  the rank of bucket b's ps; -1: as many as the largest rank says), within a ps by ascending bucket, so that each ps
-  gets one stretch in the order that ``Store`` wants.
+- ``unique_route(ids i64[n], n_partitions, table_id, partition_ps i32[n_partitions], n_ps=-1)`` gives ``(keys i64[u],
+  inverse i32[n], counts_by_ps i64[n_ps])``: ``keys[inverse] == ids``; keys are grouped by ps in rank order
+  (``partition_ps[b]`` is the rank of partition b's ps; -1: as many as the largest rank says), within a ps by ascending
+  partition, so that each ps gets one stretch in the order that ``Store`` wants.
 - ``gather_rows(rows f32[u, dim], inverse, out f32[n, dim])``.
 - ``bag_forward(rows, inverse, offsets i64[b + 1] | None, "sum" | "mean", weights f32[n] | None, out f32[b, dim])``;
   ``offsets`` None: every id is its own bag (b == n). An empty bag is 0. Weights go with "sum" only.
@@ -52,7 +52,15 @@ from everstep.native._native import (
     unique_route,
 )
 from everstep.native.blob import BlobKind, check_seal
-from everstep.native.ledger import PushLedger, PushResult, SpanTuple, batch_fingerprint, bitmap, bitmap_buckets, mix64
+from everstep.native.ledger import (
+    PushLedger,
+    PushResult,
+    SpanTuple,
+    batch_fingerprint,
+    bitmap,
+    bitmap_partitions,
+    mix64,
+)
 
 __all__ = [
     "BlobKind",
@@ -67,7 +75,7 @@ __all__ = [
     "bag_forward",
     "batch_fingerprint",
     "bitmap",
-    "bitmap_buckets",
+    "bitmap_partitions",
     "check_options",
     "check_spec",
     "crc32c",
@@ -144,62 +152,76 @@ def check_spec(spec: TableSpec) -> None:
 class Store(_native.Store):
     """Holds all partitions that one ps owns: rows, optimizer state and the exactly-once ledger.
 
-    Thread-safe. A bucket is one critical section; kernels run without the GIL. Unless said otherwise ValueError:
-    malformed, KeyError: the bucket is not here. Further methods (typed in ``_native.pyi``):
+    Thread-safe. A partition is one critical section; kernels run without the GIL. Unless said otherwise ValueError:
+    malformed, KeyError: the partition is not here. Further methods (typed in ``_native.pyi``):
 
-    - for workers: ``own(buckets)``, ``owned()``, ``open(shard, start, lease) -> (buckets i32, watermarks i64) | None``,
-      ``pull(table, keys, out)`` (rows that nothing has made yet: as they begin; makes none), ``put_absent(table, keys,
-      rows) -> made``,
+    - for workers: ``own(partitions)``, ``owned()``, ``open(shard, start, lease) -> (partitions i32, watermarks i64) |
+      None``, ``pull(table, keys, out)`` (rows that nothing has made yet: as they begin; makes none),
+      ``put_absent(table, keys, rows) -> made``,
       ``assign(table, keys, rows) -> replaced`` (values of rows that exist; their state stays),
       ``locate(table, keys, slots i64)`` (-1: no such row), ``release(shards)``, ``watermarks(shard)``,
-      ``shards()``, ``scan(table, bucket, slot, limit, state=False) -> (keys, values, state | None, next_slot | -1)``,
-      ``fingerprints() -> u64[n_buckets]``, ``initialise(table)``, ``initialised() -> tables`` (marked in every owned
-      bucket). Recovering: rows of it are still being rebuilt; nothing was changed.
-    - life cycle: ``expire(bucket, now_s, max_slots=65536) -> (freed, round)``: looks at so many slots, from where the
-      last call ended, and frees rows and candidates that nobody pushed for as long as their table says; round: the end
-      was reached. ``set_limit``; ``used_bytes()``: what counts against it.
-    - differences: ``protect(buckets, on)``: every change of these buckets goes to the outbox, as a blob (``blob.py``).
-      ``outbox_ticket()``: entries so far; ``wait_outbox(timeout_s)``; ``take_outbox(max_bytes) -> (first_ticket,
-      [(bucket, seq, kind, offset, length)], bytes u8)``: removes entries from the front (at least one, if there is
-      one); ``outbox_bytes()``: what waits.
-    - contents, into the outbox between the differences: ``emit(bucket, kind, table, lo, hi) -> next lo | -1``,
-      ``emit_slots(bucket, table, slots u32)``, ``emit_marks(bucket)``.
-    - ``hand_over(bucket) -> seq``: requests for it are KeyErrors until ``resume(bucket)``, its contents can be read
-      until ``drop(bucket)``. ``seq(bucket)``, ``bucket_rows(bucket)``, ``bucket_bytes(bucket)``, ``digest(bucket)``
-      (16 bytes: marks and all rows with their slots), ``content_digest(bucket)`` (without slots, seq and fences).
-    - images: ``load_begin(bucket)``, ``load_pages(bucket, table, page_nos, pages u8)`` (a later page replaces an
-      earlier one), ``load_end(bucket, marks)``; ``snapshot_begin``, ``snapshot_next(bucket, max_bytes) -> ([(table,
-      page_no)], pages u8)`` (no pages: that was all), ``snapshot_slots(bucket, table, page_nos) -> u8[pages * slots /
-      8]`` (bits of slots that changed since; None: not known, all may have), ``snapshot_end(bucket)``;
-      ``page_bytes(table)``, ``layout(table) -> (page_bits, head_bytes, record_bytes)``.
-    - mirrors of buckets that are elsewhere (native/mirror.h; ``testing/mirror_twin.py``):
+      ``shards()``, ``scan(table, partition, slot, limit, state=False) -> (keys, values, state | None, next_slot |
+      -1)``, ``fingerprints() -> u64[n_partitions]``, ``initialise(table)``, ``initialised() -> tables`` (marked in
+      every owned partition). Recovering: rows of it are still being rebuilt; nothing was changed.
+    - life cycle: ``expire(partition, now_s, max_slots=65536) -> (freed, round)``: looks at so many slots, from where
+      the last call ended, and frees rows and candidates that nobody pushed for as long as their table says; round: the
+      end was reached. ``set_limit``; ``used_bytes()``: what counts against it.
+    - differences: ``protect(partitions, on)``: every change of these partitions goes to the outbox, as a blob
+      (``blob.py``). ``outbox_ticket()``: entries so far; ``wait_outbox(timeout_s)``; ``take_outbox(max_bytes) ->
+      (first_ticket, [(partition, seq, kind, offset, length)], bytes u8)``: removes entries from the front (at least
+      one, if there is one); ``outbox_bytes()``: what waits.
+    - contents, into the outbox between the differences: ``emit(partition, kind, table, lo, hi) -> next lo | -1``,
+      ``emit_slots(partition, table, slots u32)``, ``emit_marks(partition)``.
+    - ``hand_over(partition) -> seq``: requests for it are KeyErrors until ``resume(partition)``, its contents can be
+      read until ``drop(partition)``. ``seq(partition)``, ``partition_rows(partition)``, ``partition_bytes(partition)``,
+      ``digest(partition)`` (16 bytes: marks and all rows with their slots), ``content_digest(partition)`` (without
+      slots, seq and fences).
+    - snapshots: ``load_begin(partition)``, ``load_pages(partition, table, page_nos, pages u8)`` (a later page replaces
+      an earlier one), ``load_end(partition, marks)``; ``snapshot_begin``, ``snapshot_next(partition, max_bytes) ->
+      ([(table, page_no)], pages u8)`` (no pages: that was all), ``snapshot_slots(partition, table, page_nos) ->
+      u8[pages * slots / 8]`` (bits of slots that changed since; None: not known, all may have),
+      ``snapshot_end(partition)``; ``page_bytes(table)``, ``layout(table) -> (page_bits, head_bytes, record_bytes)``.
+    - mirrors of partitions that are elsewhere (native/mirror.h; ``testing/mirror_twin.py``):
       ``mirror_make(id, members, row=0)``,
       ``mirror_drop(id)``, ``mirrors() -> ids``, ``mirror_apply(id, blob) -> 0 applied | 1 repeat | 2 gap (nothing
       changed) | 3 no member``, ``mirror_apply_many(ids i64, offsets i64, lengths i64, data) -> i32`` (ValueError: those
-      before the malformed one are applied), ``mirror_state(id) -> [(bucket, seq | -1, complete)]``, ``mirror_marks(id,
-      bucket) -> blob``, ``mirror_bytes(id)``, ``mirror_pages(id, table) -> [(page_no, bytes)]``.
-    - ``promote(id, bucket)``: a complete mirror of one member becomes the bucket, owned, and is gone.
+      before the malformed one are applied), ``mirror_state(id) -> [(partition, seq | -1, complete)]``,
+      ``mirror_marks(id, partition) -> blob``, ``mirror_bytes(id)``, ``mirror_pages(id, table) -> [(page_no, bytes)]``.
+    - ``promote(id, partition)``: a complete mirror of one member becomes the partition, owned, and is gone.
     - recovery of one or two lost members: ``recover_begin(id, lost, here=None)`` (``here``: those of them that are to
       live here; None: all) once every mirror of them has the same seq of them. ``recover_fold(id, blob)``: all contents
       of every survivor, at the place in its stream where they stand, while ``mirror_apply`` goes on. Two lost: also
       ``recover_other(id, data)``, of what ``emit_recovering(id, kind, table, lo, hi) -> (next lo | -1, data)`` gives at
       the mirror of the other row (``lo`` at a page's begin; next lo == lo and no data: not folded yet), for HEADS and
-      BODIES of every declared table. ``recover_state(id) -> {bucket: (heads_done, bodies_done, slots_present,
-      slots_total)}``: once the heads are done the bucket is owned, and what asks for rows that are not back is
-      Recovering; ``missing(bucket, table, keys) -> slots u32`` (``missing_all(table, keys) -> [(bucket,
-      slot)]`` of all buckets) are those rows, to be asked for out of turn by
+      BODIES of every declared table. ``recover_state(id) -> {partition: (heads_done, bodies_done, slots_present,
+      slots_total)}``: once the heads are done the partition is owned, and what asks for rows that are not back is
+      Recovering; ``missing(partition, table, keys) -> slots u32`` (``missing_all(table, keys) -> [(partition,
+      slot)]`` of all partitions) are those rows, to be asked for out of turn by
       ``emit_slots`` at the survivors and ``emit_recovering_slots(id, table, slots) -> data`` at the other row.
       ``recover_end(id, abort=False)``: ValueError unless all is back; aborted, what came back is dropped, half
       or whole. The mirror stays.
     """
 
-    def __init__(self, n_buckets: int, seed: int) -> None:
-        super().__init__(n_buckets, seed & (1 << 64) - 1)
+    def __init__(self, n_partitions: int, seed: int) -> None:
+        super().__init__(n_partitions, seed & (1 << 64) - 1)
         self._specs: dict[int, TableSpec] = {}
         self._specs_lock = threading.Lock()
 
+    @property
+    def n_partitions(self) -> int:
+        """Return how many partitions the job has."""
+        return self.n_buckets
+
+    def partition_rows(self, partition: int) -> dict[int, int]:
+        """Return the rows of the partition by table."""
+        return self.bucket_rows(partition)
+
+    def partition_bytes(self, partition: int) -> int:
+        """Return the bytes of memory that the partition takes."""
+        return self.bucket_bytes(partition)
+
     def __repr__(self) -> str:
-        return f"<Store buckets={len(self.owned())}/{self.n_buckets} tables={len(self._specs)}>"
+        return f"<Store partitions={len(self.owned())}/{self.n_partitions} tables={len(self._specs)}>"
 
     def declare(self, spec: TableSpec) -> bool:
         """Make this table exist; False if it did. ValueError: a bad spec, or another one under its name or crc32."""
@@ -254,32 +276,32 @@ class Store(_native.Store):
         lo: int,
         hi: int,
         lease: int,
-        buckets: bytes,
+        partitions: bytes,
         parts: Sequence[PushPart],
         skipped: bool = False,
         now_s: int = 0,
         step: int = -1,
         more: Sequence[SpanTuple] = (),
     ) -> PushResult:
-        """Apply the gradients of ``[lo, hi)``. Per addressed bucket (``buckets``: bitmap, b"": all owned), in one
+        """Apply the gradients of ``[lo, hi)``. Per addressed partition (``partitions``: bitmap, b"": all owned), in one
         critical section: judge fence and watermark (see ``ledger``), update rows, move fingerprint and watermark.
 
-        ``parts``: (table, keys i64[n] unique and grouped by ascending bucket, grads f32[n, dim], lr; < 0: the
-        table's own; options, as ``check_options``). A table stands once. Rows of buckets that are not addressed are
-        left out: a batch that is pushed again, to the buckets behind, has the rows of all. ``now_s``: the time, for
+        ``parts``: (table, keys i64[n] unique and grouped by ascending partition, grads f32[n, dim], lr; < 0: the
+        table's own; options, as ``check_options``). A table stands once. Rows of partitions that are not addressed are
+        left out: a batch that is pushed again, to the partitions behind, has the rows of all. ``now_s``: the time, for
         tables that expire by it. ``step``: this push is one of several of that step, which are one optimizer step of
-        the sum of their gradients (but where another step's, or none's, comes between them, or the bucket changed
+        the sum of their gradients (but where another step's, or none's, comes between them, or the partition changed
         hands: native/running.h); -1: of none.
         ``more``: spans (shard, lo, hi, lease, learnt) that the same optimizer step consumed besides, each behind the
-        one before if it is of the same shard. A bucket takes all of them or none. ``skipped``, and spans that are not
-        ``learnt``: consumed, and not in the gradients.
-        Malformed, or no memory for new rows (Full): ValueError, and nothing was applied, in no bucket.
+        one before if it is of the same shard. A partition takes all of them or none. ``skipped``, and spans that are
+        not ``learnt``: consumed, and not in the gradients.
+        Malformed, or no memory for new rows (Full): ValueError, and nothing was applied, in no partition.
         """
-        if buckets and parts:
-            parts = [part for part in (self._addressed(part, buckets) for part in parts) if len(part[1])]
+        if partitions and parts:
+            parts = [part for part in (self._addressed(part, partitions) for part in parts) if len(part[1])]
         try:
             spans = ((shard, lo, hi, lease, not skipped), *more)
-            return PushResult(*super()._push(spans, buckets, list(parts), now_s, step))
+            return PushResult(*super()._push(spans, partitions, list(parts), now_s, step))
         except Full as error:
             raise self._named(error) from None
 
@@ -319,44 +341,46 @@ class Store(_native.Store):
             text = text.replace(f"table {spec.candidates_id} ", f"table {spec.name!r} (keys not admitted yet) ")
         return Full(text)
 
-    def _addressed(self, part: PushPart, buckets: bytes) -> PushPart:
-        """Return the rows of a part whose buckets are in the bitmap; the part itself if all are."""
+    def _addressed(self, part: PushPart, partitions: bytes) -> PushPart:
+        """Return the rows of a part whose partitions are in the bitmap; the part itself if all are."""
         table, keys, grads, *rate = part
-        n = self.n_buckets
+        n = self.n_partitions
         if grads.shape[:1] != keys.shape:
             return part  # (refused below)
         _, inverse, counts = unique_route(keys, n, table, np.arange(n, dtype=np.int32), n)
         wanted = np.zeros(n, bool)
-        wanted[[b for b in bitmap_buckets(buckets) if b < n]] = True
+        wanted[[b for b in bitmap_partitions(partitions) if b < n]] = True
         mask = np.repeat(wanted, counts)[inverse]
         return part if mask.all() else cast(PushPart, (table, keys[mask], grads[mask], *rate))
 
-    def marks(self, bucket: int) -> bytes:
-        """Return all marks of the bucket, as a sealed blob."""
-        return super()._marks(bucket)
+    def marks(self, partition: int) -> bytes:
+        """Return all marks of the partition, as a sealed blob."""
+        return super()._marks(partition)
 
-    def snapshot_begin(self, bucket: int, since: int = -1) -> tuple[int, bytes]:
-        """Begin to read the bucket's pages as they are now, while it goes on changing: (generation, its marks).
+    def snapshot_begin(self, partition: int, since: int = -1) -> tuple[int, bytes]:
+        """Begin to read the partition's pages as they are now, while it goes on changing: (generation, its marks).
 
-        ``since``: the generation of an earlier snapshot of this bucket, here and since it came here: only pages changed
-        after it; -1: all. One at a time, until ``snapshot_end``.
+        ``since``: the generation of an earlier snapshot of this partition, here and since it came here: only pages
+        changed after it; -1: all. One at a time, until ``snapshot_end``.
         """
-        generation, marks = super()._snapshot_begin(bucket, since)
+        generation, marks = super()._snapshot_begin(partition, since)
         return generation, marks
 
-    def load_end(self, bucket: int, marks: bytes) -> None:
-        """Check what was loaded and own it. ValueError: it is no image of this bucket; then it is empty, not owned."""
+    def load_end(self, partition: int, marks: bytes) -> None:
+        """Check what was loaded and own it. ValueError: it is no snapshot of this partition; then it is empty, not
+        owned."""
         try:
             check_seal(marks)
         except ValueError:
             with suppress(ValueError):
-                super()._load_end(bucket, b"")  # forgets what was loaded
+                super()._load_end(partition, b"")  # forgets what was loaded
             raise
-        super()._load_end(bucket, marks)
+        super()._load_end(partition, marks)
 
     def set_limit(self, n_bytes: int, on_full: Literal["error", "evict"] = "error") -> None:
         """Set a ceiling for all memory of the store (0: none). Where new rows would need more: "error" refuses the push
-        (Full), "evict" frees rows of the same table and bucket that were pushed least recently, if it has a life cycle.
+        (Full), "evict" frees rows of the same table and partition that were pushed least recently, if it has a life
+        cycle.
         """
         if n_bytes < 0 or on_full not in ("error", "evict"):
             raise ValueError(f"a ceiling of {n_bytes} bytes, on_full={on_full!r}: not negative, 'error' or 'evict'")

@@ -22,7 +22,7 @@ MAGIC = 0x42535645  # "EVSB"
 VERSION = 2
 LAST = 1  # flag of a part: contents up to the table's end
 GRADIENTS = 2  # flag of a part of a change: a rate and gradients, not what they made of the rows
-NO_BUCKET = 0xFFFFFFFF
+NO_PARTITION = 0xFFFFFFFF
 MOST_COUNT = 1 << 62  # of a seq, clock or watermark: they go on being counted
 MOST_SLOTS = 0xFF000000
 
@@ -74,7 +74,7 @@ class BlobPart:
 @dataclass
 class Blob:
     kind: BlobKind
-    bucket: int
+    partition: int
     seq: int
     marks: BlobMarks
     parts: list[BlobPart] = field(default_factory=list)
@@ -85,7 +85,7 @@ def build(blob: Blob) -> bytes:
     marks = _MARKS.pack(blob.marks.fingerprint, blob.marks.clock, len(blob.marks.shards), len(blob.marks.initialised))
     marks += b"".join(_MARK.pack(*mark) for mark in blob.marks.shards)
     marks += np.array(blob.marks.initialised, "<u4").tobytes()
-    out = [_HEADER.pack(MAGIC, VERSION, blob.kind, blob.bucket, len(blob.parts), blob.seq, len(marks), 0), marks]
+    out = [_HEADER.pack(MAGIC, VERSION, blob.kind, blob.partition, len(blob.parts), blob.seq, len(marks), 0), marks]
     for part in blob.parts:
         n = len(part.slots)
         toggled = part.toggled if part.toggled is not None else np.zeros(0, np.bool_)
@@ -107,7 +107,7 @@ def build(blob: Blob) -> bytes:
 def parse(data: bytes, record_bytes: Callable[[int], int] | None = None) -> Blob:
     """Return the blob in ``data``. ``record_bytes(table)``; not needed for marks. ValueError: it is none."""
     try:
-        magic, version, kind_no, bucket, n_parts, seq, marks_bytes, _ = _HEADER.unpack_from(data)
+        magic, version, kind_no, partition, n_parts, seq, marks_bytes, _ = _HEADER.unpack_from(data)
         if magic != MAGIC or version != VERSION:
             raise ValueError("a blob does not begin as one of this version")
         kind, at = BlobKind(kind_no), _HEADER.size
@@ -123,7 +123,7 @@ def parse(data: bytes, record_bytes: Callable[[int], int] | None = None) -> Blob
         at += n_shards * _MARK.size
         tables = struct.unpack_from(f"<{n_initialised}I", data, at)
         _check_marks(kind, clock, shards)
-        out = Blob(kind, bucket, seq, BlobMarks(fingerprint, clock, shards, list(tables)))
+        out = Blob(kind, partition, seq, BlobMarks(fingerprint, clock, shards, list(tables)))
         at += n_initialised * 4
 
         def take(count: int, dtype: str) -> NDArray[np.generic]:
@@ -163,7 +163,7 @@ def parse(data: bytes, record_bytes: Callable[[int], int] | None = None) -> Blob
 
 
 def parse_marks(data: bytes) -> Blob:
-    """Return the blob of a bucket's marks. ValueError: it is none."""
+    """Return the blob of a partition's marks. ValueError: it is none."""
     if len(data) < _HEADER.size:
         raise ValueError("a blob ends too early")
     if (kind := _HEADER.unpack_from(data)[2]) != BlobKind.MARKS:

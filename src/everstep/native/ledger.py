@@ -2,9 +2,9 @@
 
 The same rules as ``Store``, in plain Python: the twin keeps its books with it, the simulator runs it.
 
-A bucket applies a push of ``[lo, hi)`` iff the shard is open there, no later lease fenced this one, and ``lo`` is its
-watermark; then the watermark is ``hi``. ``hi <= watermark``: a repeat, acknowledged, nothing changes. Anything else
-is a gap: the bucket lacks samples before ``lo``, or has some of ``[lo, hi)`` already.
+A partition applies a push of ``[lo, hi)`` iff the shard is open there, no later lease fenced this one, and ``lo`` is
+its watermark; then the watermark is ``hi``. ``hi <= watermark``: a repeat, acknowledged, nothing changes. Anything else
+is a gap: the partition lacks samples before ``lo``, or has some of ``[lo, hi)`` already.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ def by_shard(spans: Sequence[SpanTuple]) -> list[tuple[int, int, int, int]]:
 
 
 class PushResult(NamedTuple):
-    """Counts over the addressed buckets.
+    """Counts over the addressed partitions.
 
-    ``gap``: the lowest watermark of the buckets that answered "gap", -1 if none. ``nonfinite``: id of the table whose
-    gradient has NaN or Inf, -1 if none (then nothing was applied). ``buckets``: bitmap (bit b = bucket b) of those
-    that applied; b"" when none or all owned ones did. ``moved``: a bucket was handed over while the push ran: it goes
-    to its new owner.
+    ``gap``: the lowest watermark of the partitions that answered "gap", -1 if none. ``nonfinite``: id of the table
+    whose gradient has NaN or Inf, -1 if none (then nothing was applied). ``partitions``: bitmap (bit b = partition b)
+    of those that applied; b"" when none or all owned ones did. ``moved``: a partition was handed over while the push
+    ran: it goes to its new owner.
     """
 
     applied: int
@@ -70,25 +70,25 @@ class PushResult(NamedTuple):
     gap: int = -1
     fenced: bool = False
     nonfinite: int = -1
-    buckets: bytes = b""
+    partitions: bytes = b""
     moved: bool = False
 
 
-def bitmap(buckets: Iterable[int], n_buckets: int) -> bytes:
-    """Bit b of the little-endian bitmap is set for every bucket b."""
+def bitmap(partitions: Iterable[int], n_partitions: int) -> bytes:
+    """Bit b of the little-endian bitmap is set for every partition b."""
     value = 0
-    for b in buckets:
+    for b in partitions:
         value |= 1 << b
-    return value.to_bytes((n_buckets + 7) // 8, "little")
+    return value.to_bytes((n_partitions + 7) // 8, "little")
 
 
-def bitmap_buckets(bits: bytes) -> list[int]:
-    """Return the buckets of a bitmap, ascending."""
+def bitmap_partitions(bits: bytes) -> list[int]:
+    """Return the partitions of a bitmap, ascending."""
     value = int.from_bytes(bits, "little")
     return [b for b in range(len(bits) * 8) if value >> b & 1]
 
 
-class BucketLedger:
+class PartitionLedger:
     """Is one partition's part: ``shard -> [watermark, fence]`` and the fingerprint of all samples applied."""
 
     __slots__ = ("fingerprint", "shards")
@@ -99,56 +99,58 @@ class BucketLedger:
 
 
 class PushLedger:
-    """Is the ledger of one ps. ``n_buckets``: of the whole job; ``buckets``: owned here, default all of them."""
+    """Is the ledger of one ps. ``n_partitions``: of the whole job; ``partitions``: owned here, default all of them."""
 
-    def __init__(self, n_buckets: int, buckets: Iterable[int] | None = None) -> None:
-        self.n_buckets = n_buckets
-        self.buckets: dict[int, BucketLedger] = {}
+    def __init__(self, n_partitions: int, partitions: Iterable[int] | None = None) -> None:
+        self.n_partitions = n_partitions
+        self.partitions: dict[int, PartitionLedger] = {}
         self.released: set[int] = set()
-        self.own(range(n_buckets) if buckets is None else buckets)
+        self.own(range(n_partitions) if partitions is None else partitions)
 
     def __repr__(self) -> str:
-        return f"<Ledger buckets={len(self.buckets)}/{self.n_buckets} open={len(self.shards())}>"
+        return f"<Ledger partitions={len(self.partitions)}/{self.n_partitions} open={len(self.shards())}>"
 
-    def own(self, buckets: Iterable[int]) -> None:
-        """Take these buckets, empty; those owned already keep what they have."""
-        wanted = list(buckets)
+    def own(self, partitions: Iterable[int]) -> None:
+        """Take these partitions, empty; those owned already keep what they have."""
+        wanted = list(partitions)
         for b in wanted:
-            if not 0 <= b < self.n_buckets:
+            if not 0 <= b < self.n_partitions:
                 raise ValueError(f"bucket {b} does not exist")
         for b in wanted:
-            self.buckets.setdefault(b, BucketLedger())
-        self.buckets = dict(sorted(self.buckets.items()))
+            self.partitions.setdefault(b, PartitionLedger())
+        self.partitions = dict(sorted(self.partitions.items()))
 
     def open(self, shard: int, start: int, lease: int) -> tuple[list[int], list[int]] | None:
-        """Raise the shard's fences to ``lease``; the owned buckets and their watermarks. None: fenced or released."""
+        """Raise the shard's fences to ``lease``; the owned partitions and their watermarks. None: fenced or
+        released."""
         if shard < 0 or start < 0 or lease < 0:
             raise ValueError("shard, start and lease must not be negative")
         if shard in self.released:
             return None
-        known = [b.shards[shard] for b in self.buckets.values() if shard in b.shards]
+        known = [b.shards[shard] for b in self.partitions.values() if shard in b.shards]
         if any(fence > lease for _, fence in known):
             return None
-        for bucket in self.buckets.values():
-            mark = bucket.shards.setdefault(shard, [start, lease])
+        for partition in self.partitions.values():
+            mark = partition.shards.setdefault(shard, [start, lease])
             mark[1] = lease
-        return list(self.buckets), [b.shards[shard][0] for b in self.buckets.values()]
+        return list(self.partitions), [b.shards[shard][0] for b in self.partitions.values()]
 
-    def check_push(self, shard: int, lo: int, hi: int, lease: int, buckets: bytes) -> list[int]:
-        """Return the addressed buckets, ascending. ValueError: malformed; KeyError: a bucket is not owned here."""
+    def check_push(self, shard: int, lo: int, hi: int, lease: int, partitions: bytes) -> list[int]:
+        """Return the addressed partitions, ascending. ValueError: malformed; KeyError: a partition is not owned
+        here."""
         if shard < 0 or lease < 0:
             raise ValueError("shard and lease must not be negative")
         if lo < 0 or hi <= lo or hi - lo > 1 << 24:
             raise ValueError(f"[{lo}, {hi}) is not a range of at most 2^24 samples")
-        if not buckets:
-            return list(self.buckets)
-        if len(buckets) != (self.n_buckets + 7) // 8:
+        if not partitions:
+            return list(self.partitions)
+        if len(partitions) != (self.n_partitions + 7) // 8:
             raise ValueError("the bitmap of buckets has the wrong length")
-        addressed = bitmap_buckets(buckets)
+        addressed = bitmap_partitions(partitions)
         for b in addressed:
-            if b >= self.n_buckets:
+            if b >= self.n_partitions:
                 raise ValueError(f"bucket {b} does not exist")
-            if b not in self.buckets:
+            if b not in self.partitions:
                 raise KeyError(f"bucket {b} is not owned here")
         return addressed
 
@@ -158,24 +160,24 @@ class PushLedger:
         lo: int,
         hi: int,
         lease: int,
-        buckets: bytes = b"",
+        partitions: bytes = b"",
         skipped: bool = False,
         more: Sequence[SpanTuple] = (),
     ) -> PushResult:
-        """Judge ``[lo, hi)`` in every addressed bucket and move the watermarks of those that apply it.
+        """Judge ``[lo, hi)`` in every addressed partition and move the watermarks of those that apply it.
 
         ``skipped``: the watermarks move, but the samples are not in the fingerprints (nothing was learnt from them).
-        ``more``: further spans of the same step; a bucket takes all of them or none.
+        ``more``: further spans of the same step; a partition takes all of them or none.
         """
-        addressed = self.check_push(shard, lo, hi, lease, buckets)
+        addressed = self.check_push(shard, lo, hi, lease, partitions)
         spans = ((shard, lo, hi, lease, not skipped), *more)
         wholes = by_shard(spans)
         added = sum(batch_fingerprint(of, first, last) for of, first, last, _, learnt in spans if learnt)
         applied: list[int] = []
         repeats, gap, fenced = 0, -1, False
         for b in addressed:
-            bucket = self.buckets[b]
-            marks = [bucket.shards.get(whole[0]) for whole in wholes]
+            partition = self.partitions[b]
+            marks = [partition.shards.get(whole[0]) for whole in wholes]
             if any(mark is None or mark[1] > whole[3] for mark, whole in zip(marks, wholes, strict=True)):
                 fenced = True
                 continue
@@ -190,9 +192,9 @@ class PushLedger:
             else:
                 for mark, whole in known:
                     mark[0] = whole[2]
-                bucket.fingerprint = (bucket.fingerprint + added) & _MASK
+                partition.fingerprint = (partition.fingerprint + added) & _MASK
                 applied.append(b)
-        bits = b"" if not applied or len(applied) == len(self.buckets) else bitmap(applied, self.n_buckets)
+        bits = b"" if not applied or len(applied) == len(self.partitions) else bitmap(applied, self.n_partitions)
         return PushResult(len(applied), repeats, gap, fenced, -1, bits)
 
     def release(self, shards: Sequence[int]) -> None:
@@ -200,20 +202,20 @@ class PushLedger:
         if any(shard < 0 for shard in shards):
             raise ValueError("shard must not be negative")
         self.released.update(shards)
-        for bucket in self.buckets.values():
+        for partition in self.partitions.values():
             for shard in shards:
-                bucket.shards.pop(shard, None)
+                partition.shards.pop(shard, None)
 
     def watermarks(self, shard: int) -> tuple[list[int], list[int]] | None:
         """Return the partitions where the shard is open, ascending, and their watermarks; None if it is open
         nowhere."""
-        found = [(b, ledger.shards[shard][0]) for b, ledger in self.buckets.items() if shard in ledger.shards]
+        found = [(b, ledger.shards[shard][0]) for b, ledger in self.partitions.items() if shard in ledger.shards]
         return ([b for b, _ in found], [w for _, w in found]) if found else None
 
     def shards(self) -> list[int]:
         """Open shards, ascending."""
-        return sorted({shard for bucket in self.buckets.values() for shard in bucket.shards})
+        return sorted({shard for partition in self.partitions.values() for shard in partition.shards})
 
     def fingerprints(self) -> list[int]:
         """Return the fingerprint of each partition of the job, 0 for those not owned."""
-        return [self.buckets[b].fingerprint if b in self.buckets else 0 for b in range(self.n_buckets)]
+        return [self.partitions[b].fingerprint if b in self.partitions else 0 for b in range(self.n_partitions)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 import struct
 
 from everstep.errors import WireError
-from everstep.ids import BucketId, Incarnation, Slot
+from everstep.ids import Incarnation, PartitionId, Slot
 from everstep.net.messages import Feed, StreamEntry
 
 _FEED = struct.Struct("<qqqqqII")
@@ -29,9 +29,12 @@ def decode_feed(header: bytes) -> Feed:
             Slot(slot),
             Incarnation(incarnation),
             (),
-            tuple(StreamEntry(BucketId(bucket), seq, kind, size, sweep) for bucket, kind, seq, size, _, sweep in found),
+            tuple(
+                StreamEntry(PartitionId(partition), seq, kind, size, sweep)
+                for partition, kind, seq, size, _, sweep in found
+            ),
             tuple(mirror for _, _, _, _, mirror, _ in found),
-            tuple((BucketId(bucket), seq) for bucket, seq in confirmed),
+            tuple((PartitionId(partition), seq) for partition, seq in confirmed),
             first,
             stream,
         )
@@ -44,6 +47,6 @@ def encode_feed(feed: Feed) -> bytes:
     head = (feed.version, feed.sender, feed.incarnation, feed.stream, feed.first)
     out = [_FEED.pack(*head, len(feed.entries), len(feed.confirmed))]
     for e, mirror in zip(feed.entries, feed.mirrors, strict=True):
-        out.append(_ENTRY.pack(e.bucket, e.kind, e.seq, e.size_bytes, mirror, e.sweep))
-    out += [_CONFIRMED.pack(bucket, seq) for bucket, seq in feed.confirmed]
+        out.append(_ENTRY.pack(e.partition, e.kind, e.seq, e.size_bytes, mirror, e.sweep))
+    out += [_CONFIRMED.pack(partition, seq) for partition, seq in feed.confirmed]
     return b"".join(out)

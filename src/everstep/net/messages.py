@@ -26,7 +26,7 @@ from everstep.brain.events import (
     StopProcess,
 )
 from everstep.config.spec import JobSpec
-from everstep.ids import BucketId, Incarnation, LeaseNo, ShardKey, Slot, TableId
+from everstep.ids import Incarnation, LeaseNo, PartitionId, ShardKey, Slot, TableId
 from everstep.model.group import Mark
 from everstep.model.job_view import JobView
 from everstep.model.member import Role
@@ -161,8 +161,8 @@ class Order(msgspec.Struct, frozen=True, tag=True):
     """Is the base of what the master tells a client unasked."""
 
 
-class TakeImages(Order, frozen=True, tag="take_images"):
-    """To a ps: write images of all buckets it owns, as part of checkpoint ``checkpoint``, under ``url``; only
+class TakeSnapshots(Order, frozen=True, tag="take_images"):
+    """To a ps: write snapshots of all partitions it owns, as part of checkpoint ``checkpoint``, under ``url``; only
     pages changed
     since checkpoint ``since`` (0: everything). Said again at hello while it is wanted; harmless when repeated."""
 
@@ -226,7 +226,7 @@ OrderType = (
     | RevokeLease
     | FinishJob
     | Note
-    | TakeImages
+    | TakeSnapshots
     | TakeReplica
     | Slow
     | Hit
@@ -251,8 +251,8 @@ class Declare(msgspec.Struct, frozen=True, tag="declare"):
 
 
 class OpenShard(msgspec.Struct, frozen=True, tag="open"):
-    """Raise the shard's fence to ``lease`` in every bucket of this ps. ``version``: of the routing; 0: whatever it has.
-    Answer: Opened | Closed | Moved."""
+    """Raise the shard's fence to ``lease`` in every partition of this ps. ``version``: of the routing; 0: whatever it
+    has. Answer: Opened | Closed | Moved."""
 
     shard: ShardKey
     start: Whole
@@ -261,7 +261,7 @@ class OpenShard(msgspec.Struct, frozen=True, tag="open"):
 
 
 class RowsPart(msgspec.Struct, frozen=True, array_like=True):
-    """Is the rows of one table in one message. ``keys``: int64[n], unique, grouped by bucket ascending.
+    """Is the rows of one table in one message. ``keys``: int64[n], unique, grouped by partition ascending.
 
     ``keys_at``/``rows_at``: byte offsets into the arena when ``shm``, else into the frame's body (a pull's rows:
     into the answer's body). ``rows``: float32[n, dim]: values of a pull or put, gradients of a push."""
@@ -277,7 +277,7 @@ class RowsPart(msgspec.Struct, frozen=True, array_like=True):
 class Pull(msgspec.Struct, frozen=True, tag="pull"):
     """Asks for rows by key. ``create``: rows not there yet are made (training) or only computed (evaluation).
 
-    ``since``: not before every bucket of this ps has all positions of ``shard`` below it; Moved: not yet, ask again.
+    ``since``: not before every partition of this ps has all positions of ``shard`` below it; Moved: not yet, ask again.
 
     Answer: Pulled | Moved | Bad."""
 
@@ -289,19 +289,19 @@ class Pull(msgspec.Struct, frozen=True, tag="pull"):
     since: Whole = 0
 
 
-class Push(msgspec.Struct, frozen=True, tag="push"):
+class Push(msgspec.Struct, frozen=True, tag="push", rename={"partitions": "buckets"}):
     """Brings gradients of the samples ``[token.lo, token.hi)``: one message per ps and batch, for all its partitions
-    (also those without rows). ``buckets``: bitmap (little-endian bits, bit b = bucket b) of those addressed, b"" for
-    all. ``skipped``: no rows, the watermarks move, the audit says so. ``step`` (consistency sync): this is one of
+    (also those without rows). ``partitions``: bitmap (little-endian bits, bit b = partition b) of those addressed, b""
+    for all. ``skipped``: no rows, the watermarks move, the audit says so. ``step`` (consistency sync): this is one of
     several pushes of that step, which are one optimizer step of the sum of their gradients; -1: it is one by itself.
     ``left_out``: it is skipped because the script left it out. ``more``: what the same optimizer step of the script
-    consumed besides, in order: a bucket takes all of it or nothing. Answer: Pushed | Moved | Bad."""
+    consumed besides, in order: a partition takes all of it or nothing. Answer: Pushed | Moved | Bad."""
 
     version: Whole
     token: Token
     parts: tuple[RowsPart, ...]
     shm: bool
-    buckets: bytes = b""
+    partitions: bytes = b""
     skipped: bool = False
     step: WholeOrNone = -1
     left_out: bool = False
@@ -319,13 +319,13 @@ class Put(msgspec.Struct, frozen=True, tag="put"):
     replace: bool = False
 
 
-class Scan(msgspec.Struct, frozen=True, tag="scan"):
-    """Read a table piece by piece (state_dict, export): up to ``limit`` rows of one bucket from ``slot`` on.
+class Scan(msgspec.Struct, frozen=True, tag="scan", rename={"partition": "bucket"}):
+    """Read a table piece by piece (state_dict, export): up to ``limit`` rows of one partition from ``slot`` on.
 
     Answer: Scanned, body = keys int64[n] then values float32[n, dim] then, if ``state``, float32[n, state]."""
 
     table: TableId
-    bucket: Whole
+    partition: Whole
     slot: WholeOrNone
     limit: Whole
     state: bool = False
@@ -333,8 +333,8 @@ class Scan(msgspec.Struct, frozen=True, tag="scan"):
 
 class Peek(msgspec.Struct, frozen=True, tag="peek"):
     """Asks for rows with their optimizer state, to compute what a step will make of them. ``keys``: int64, grouped by
-    bucket. Not before every bucket of this ps has all positions of ``shard`` below ``since``. The answer says of each
-    row whether all positions of ``of`` below ``until`` are in it.
+    partition. Not before every partition of this ps has all positions of ``shard`` below ``since``. The answer says of
+    each row whether all positions of ``of`` below ``until`` are in it.
 
     Answer: Peeked | Moved | Bad."""
 
@@ -359,7 +359,7 @@ class StreamEntry(msgspec.Struct, frozen=True, array_like=True):
 
     ``sweep``: of contents, the number of the Want that asked for them."""
 
-    bucket: BucketId
+    partition: PartitionId
     seq: WholeOrNone
     kind: WholeOrNone
     size_bytes: Whole
@@ -368,10 +368,10 @@ class StreamEntry(msgspec.Struct, frozen=True, array_like=True):
 
 class Feed(msgspec.Struct, frozen=True, tag="feed"):
     """Brings differences and contents of partitions for the mirrors at this ps, in order. ``mirrors``: per entry the
-    mirror id it is for, 0: every mirror here that has the bucket. From the buckets' owner only. ``first``: number of
-    the first entry in the stream number ``stream`` from this life of the sender to this life of the receiver; an entry
-    that came before is a repeat, a stream with a larger number begins at 0. ``confirmed``: (bucket, seq) that all its
-    mirrors have: older tails may go. Answer: Fed | Moved | Bad."""
+    mirror id it is for, 0: every mirror here that has the partition. From the partitions' owner only. ``first``: number
+    of the first entry in the stream number ``stream`` from this life of the sender to this life of the receiver; an
+    entry that came before is a repeat, a stream with a larger number begins at 0. ``confirmed``: (partition, seq) that
+    all its mirrors have: older tails may go. Answer: Fed | Moved | Bad."""
 
     version: Whole
     sender: Slot
@@ -379,50 +379,50 @@ class Feed(msgspec.Struct, frozen=True, tag="feed"):
     tables: tuple[TableSpec, ...]  # new ones since the last Feed of this connection
     entries: tuple[StreamEntry, ...]
     mirrors: tuple[Whole, ...]
-    confirmed: tuple[tuple[BucketId, WholeOrNone], ...] = ()
+    confirmed: tuple[tuple[PartitionId, WholeOrNone], ...] = ()
     first: Whole = 0
     stream: Whole = 0
 
 
-class Want(msgspec.Struct, frozen=True, tag="want"):
-    """From a mirror's ps to the owner of ``bucket``: send its contents into your stream to me (in order with its
+class Want(msgspec.Struct, frozen=True, tag="want", rename={"partition": "bucket"}):
+    """From a mirror's ps to the owner of ``partition``: send its contents into your stream to me (in order with its
     differences). ``purpose``: "build" a mirror, or "fold" it out of mirror ``mirror`` (recovery); or "other", to the ps
-    of the stripe's other row, of which ``bucket`` and more are lost: the rest of your row when the living members are
-    folded out of it. Out of turn, because somebody waits for them: "rows", to fold these ``slots`` (uint32 bytes) of
-    ``table`` now, and "rest", the same of what was asked for by "other". ``sweep``: number of this wish at the sender;
-    a wish with another number is another one. Idempotent. Answer: Taken | Moved | Bad."""
+    of the stripe's other row, of which ``partition`` and more are lost: the rest of your row when the living members
+    are folded out of it. Out of turn, because somebody waits for them: "rows", to fold these ``slots`` (uint32 bytes)
+    of ``table`` now, and "rest", the same of what was asked for by "other". ``sweep``: number of this wish at the
+    sender; a wish with another number is another one. Idempotent. Answer: Taken | Moved | Bad."""
 
     version: Whole
     sender: Slot
     incarnation: Incarnation
     mirror: Whole
-    bucket: BucketId
+    partition: PartitionId
     purpose: str
     sweep: Whole = 0
-    lost: tuple[BucketId, ...] = ()  # "other", "rest": all members that are lost
+    lost: tuple[PartitionId, ...] = ()  # "other", "rest": all members that are lost
     table: Whole = 0  # "rows", "rest"
     slots: bytes = b""
 
 
-class FetchLog(msgspec.Struct, frozen=True, tag="tail"):
-    """Tells a ps with another mirror of ``bucket``, from its new owner: from now on take differences of it from me only
-    (you have placement ``version`` or newer, else Moved), and give me those after ``seq``. Answer: Tailed."""
+class FetchLog(msgspec.Struct, frozen=True, tag="tail", rename={"partition": "bucket"}):
+    """Tells a ps with another mirror of ``partition``, from its new owner: from now on take differences of it from me
+    only (you have placement ``version`` or newer, else Moved), and give me those after ``seq``. Answer: Tailed."""
 
     version: Whole
     sender: Slot
     incarnation: Incarnation
     mirror: Whole
-    bucket: BucketId
+    partition: PartitionId
     seq: WholeOrNone
 
 
-class HandOver(msgspec.Struct, frozen=True, tag="hand_over"):
-    """Tells the old, living owner, from the new one (its move mirror complete): stop serving ``bucket``, let all its
+class HandOver(msgspec.Struct, frozen=True, tag="hand_over", rename={"partition": "bucket"}):
+    """Tells the old, living owner, from the new one (its move mirror complete): stop serving ``partition``, let all its
     mirrors confirm everything, then answer with its last seq (-1: it is not here). ``done``: the new owner has it, drop
     it. Idempotent. Answer: HandedOver | Moved (also: not all is confirmed yet, ask again) | Bad."""
 
     version: Whole
-    bucket: BucketId
+    partition: PartitionId
     done: bool = False
 
 
@@ -503,11 +503,12 @@ class Declared(msgspec.Struct, frozen=True, tag="declared"):
     initialised: tuple[bool, ...]
 
 
-class Opened(msgspec.Struct, frozen=True, tag="opened"):
-    """Brings watermarks int64[len(buckets)] of the shard at this ps, partitions ascending, both little-endian bytes."""
+class Opened(msgspec.Struct, frozen=True, tag="opened", rename={"partitions": "buckets"}):
+    """Brings watermarks int64[len(partitions)] of the shard at this ps, partitions ascending, both little-endian
+    bytes."""
 
     incarnation: Incarnation
-    buckets: bytes  # int32
+    partitions: bytes  # int32
     watermarks: bytes  # int64
 
 
@@ -522,7 +523,7 @@ class Pulled(msgspec.Struct, frozen=True, tag="pulled"):
 
 
 class Pushed(msgspec.Struct, frozen=True, tag="pushed"):
-    """Counts over the addressed buckets. ``gap``: the lowest watermark of those that answered "gap" (they need
+    """Counts over the addressed partitions. ``gap``: the lowest watermark of those that answered "gap" (they need
     ``[gap, lo)`` first), -1 if none. ``fenced``: this lease is over (also: shard not open, incarnation wrong).
     ``nonfinite``: id of the table whose gradient has NaN or Inf, -1 if none; nothing was applied then."""
 
@@ -541,7 +542,7 @@ class Moved(msgspec.Struct, frozen=True, tag="moved"):
 
 class Fed(msgspec.Struct, frozen=True, tag="fed"):
     """``applied``: per entry: 0 applied, 1 repeat, 2 gap (a difference before it is missing), 3 no such mirror, 4
-    refused: another ps owns the bucket."""
+    refused: another ps owns the partition."""
 
     applied: bytes
 
@@ -560,7 +561,7 @@ class HandedOver(msgspec.Struct, frozen=True, tag="handed_over"):
 
 class Scanned(msgspec.Struct, frozen=True, tag="scanned"):
     n: int
-    next_slot: int  # -1: the bucket's last row was in this piece
+    next_slot: int  # -1: the partition's last row was in this piece
 
 
 class Peeked(msgspec.Struct, frozen=True, tag="peeked"):

@@ -6,7 +6,7 @@ loses, mean time between losses of a ps ``M``, restart time ``R`` and read time 
 * *Checkpoints*: a checkpoint costs ``C = s W``. At interval ``T`` the loss is ``C / T + (T / 2 + R + L) / M``: what is
   written, and what is trained again. It is least at ``T = sqrt(2 C M)`` (J. W. Young, "A first order approximation to
   the optimum checkpoint interval", CACM 17(9), 1974), but ``T`` cannot be below ``W``. After a loss only the lost
-  ps's buckets are read, ``L = bytes / ps / bandwidth``; the batches since are computed again.
+  ps's partitions are read, ``L = bytes / ps / bandwidth``; the batches since are computed again.
 * *Incremental checkpoints* write the share ``f`` of the bytes that changed since the last one, and a base after ``n``
   of them: ``W' = W (1 + n f) / (n + 1)`` on average, and ``L`` grows by ``1 + n f / 2``. (Check-N-Run, NSDI 2022,
   reports 6 to 17 times less bandwidth, so ``f`` of 0.06 to 0.17 there, with quantisation.)

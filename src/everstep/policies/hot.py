@@ -1,10 +1,10 @@
 """Moves partitions that are touched much more than others from the ps that has too much to do to one that has little.
 
-Keys are hashed into buckets, so what makes a bucket hot is a few keys that everybody wants; no layout made in advance
-knows them. A move costs contents once over the wire, a mirror for a moment, and each worker a round of opening its
-shards. So nothing moves unless it pays: one ps does far more than the mean, is really busy with it, for several looks
-in a row; then a few buckets at once, and then nothing for a while. One hot bucket that is most of its ps's load stays:
-wherever it is, there is the load.
+Keys are hashed into partitions, so what makes a partition hot is a few keys that everybody wants; no layout made in
+advance knows them. A move costs contents once over the wire, a mirror for a moment, and each worker a round of opening
+its shards. So nothing moves unless it pays: one ps does far more than the mean, is really busy with it, for several
+looks in a row; then a few partitions at once, and then nothing for a while. One hot partition that is most of its ps's
+load stays: wherever it is, there is the load.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from everstep.ids import BucketId, Slot
+from everstep.ids import PartitionId, Slot
 
 RATIO = 1.5  # a ps with so many times the mean load has too much
 BUSY = 0.3  # and only if it spends at least this share of its time at work, in cores
 LOOKS = 3  # in a row that must agree
 COOLDOWN_S = 60.0  # after moves, nothing is moved
-BUDGET = 4  # buckets at once
+BUDGET = 4  # partitions at once
 GAIN = 0.1  # of the hottest ps's load that a move must at least take away for good
 
 
@@ -29,11 +29,11 @@ class PsLoad(msgspec.Struct, frozen=True):
 
     rows_per_s: float
     busy: float
-    buckets: Mapping[BucketId, float]
+    partitions: Mapping[PartitionId, float]
 
 
 class HotMove(msgspec.Struct, frozen=True, array_like=True):
-    bucket: BucketId
+    partition: PartitionId
     source: Slot
     target: Slot
 
@@ -49,10 +49,11 @@ def overloaded(loads: Mapping[Slot, PsLoad], busy: float = BUSY) -> Slot | None:
 
 
 def choose_moves(
-    loads: Mapping[Slot, PsLoad], may_move: Callable[[BucketId, Slot], bool], busy: float = BUSY
+    loads: Mapping[Slot, PsLoad], may_move: Callable[[PartitionId, Slot], bool], busy: float = BUSY
 ) -> list[HotMove]:
-    """Up to ``BUDGET`` moves away from the ps that has too much, hottest buckets first, each to the ps with the least
-    to do that may have it (``may_move``), and only where the larger of the two is clearly less loaded afterwards."""
+    """Up to ``BUDGET`` moves away from the ps that has too much, hottest partitions first, each to the ps with the
+    least to do that may have it (``may_move``), and only where the larger of the two is clearly less loaded
+    afterwards."""
     source = overloaded(loads, busy)
     if source is None:
         return []
@@ -60,14 +61,14 @@ def choose_moves(
     enough = GAIN * now[source]
     mean = sum(now.values()) / len(now)
     moves: list[HotMove] = []
-    for bucket, rows in sorted(loads[source].buckets.items(), key=lambda item: (-item[1], item[0])):
+    for partition, rows in sorted(loads[source].partitions.items(), key=lambda item: (-item[1], item[0])):
         if len(moves) == BUDGET or now[source] <= mean:
             break
         for target in sorted((s for s in now if s != source), key=lambda s: (now[s], s)):
             better = now[source] - max(now[source] - rows, now[target] + rows)
-            if better < enough / BUDGET or not may_move(bucket, target):
+            if better < enough / BUDGET or not may_move(partition, target):
                 continue
-            moves.append(HotMove(bucket, source, target))
+            moves.append(HotMove(partition, source, target))
             now[source] -= rows
             now[target] += rows
             break

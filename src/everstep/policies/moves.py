@@ -1,7 +1,7 @@
 """Leads from the present placement towards the layout that is wanted, without stopping anybody.
 
-A bucket moves by a mirror at its destination, made while training goes on; a stripe's mirror moves by a second one at
-the new ps. Nothing is given up before its successor is complete. Every change of owners costs each worker a round of
+A partition moves by a mirror at its destination, made while training goes on; a stripe's mirror moves by a second one
+at the new ps. Nothing is given up before its successor is complete. Every change of owners costs each worker a round of
 opening its shards, so all moves under way switch together, in one placement, once all are complete; then the next
 begin.
 
@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import msgspec
 
-from everstep.ids import BucketId, Slot
+from everstep.ids import PartitionId, Slot
 from everstep.model.placement import Mirror, MirrorKind
-from everstep.policies.draft import Draft, How
+from everstep.policies.placement_builder import How, PlacementBuilder
 from everstep.policies.stripes import StripeLayout
 
 MOVES_AT_ONCE = 8  # into or out of one ps
@@ -22,10 +22,11 @@ BUILDS_AT_ONCE = 4  # stripes' mirrors being made at one ps; each reads all memb
 
 
 class MoveSteps(msgspec.Struct):
-    """Is what :func:`advance` decided. ``switched``, ``begun``: buckets; ``built``: mirrors begun; ``dropped``: ids."""
+    """Is what :func:`advance` decided. ``switched``, ``begun``: partitions; ``built``: mirrors begun; ``dropped``:
+    ids."""
 
-    switched: list[BucketId] = []
-    begun: list[BucketId] = []
+    switched: list[PartitionId] = []
+    begun: list[PartitionId] = []
     built: int = 0
     dropped: int = 0
 
@@ -39,105 +40,107 @@ class MoveSteps(msgspec.Struct):
         return ", ".join(f"{count} {what}" for count, what in parts if count)
 
 
-def advance(draft: Draft, layout: StripeLayout, first: bool = False) -> MoveSteps:
+def advance(builder: PlacementBuilder, layout: StripeLayout, first: bool = False) -> MoveSteps:
     """Return the next steps towards ``layout``, whose ps all live. ``first``: nothing holds anything yet, so nothing
     has to be spared."""
     steps = MoveSteps()
-    _clean(draft, layout, steps)
-    _switch(draft, steps)
-    _mirrors(draft, layout, steps, 1 << 30 if first else BUILDS_AT_ONCE)
-    _begin(draft, layout, steps)
+    _clean(builder, layout, steps)
+    _switch(builder, steps)
+    _mirrors(builder, layout, steps, 1 << 30 if first else BUILDS_AT_ONCE)
+    _begin(builder, layout, steps)
     return steps
 
 
-def under_way(draft: Draft) -> list[Mirror]:
+def under_way(builder: PlacementBuilder) -> list[Mirror]:
     """Mirrors being made for moves that have not switched."""
     return [
         m
-        for m in draft.mirrors
-        if m.kind is MirrorKind.MOVE and draft.owner[m.members[0]] != m.at and m.members[0] not in draft.missing
+        for m in builder.mirrors
+        if m.kind is MirrorKind.MOVE and builder.owner[m.members[0]] != m.at and m.members[0] not in builder.missing
     ]
 
 
-def _drop(draft: Draft, mirrors: list[Mirror], steps: MoveSteps) -> None:
-    draft.drop(mirrors)
+def _drop(builder: PlacementBuilder, mirrors: list[Mirror], steps: MoveSteps) -> None:
+    builder.drop(mirrors)
     steps.dropped += len(mirrors)
 
 
-def _clean(draft: Draft, layout: StripeLayout, steps: MoveSteps) -> None:
-    """Drop mirrors that became their bucket, and those of moves that are wanted no more."""
+def _clean(builder: PlacementBuilder, layout: StripeLayout, steps: MoveSteps) -> None:
+    """Drop mirrors that became their partition, and those of moves that are wanted no more."""
     gone: list[Mirror] = []
-    for mirror in draft.mirrors:
-        bucket = mirror.members[0]
-        if len(mirror.members) == 1 and draft.owner[bucket] == mirror.at:
-            if not draft.missing:  # all of them in one placement
+    for mirror in builder.mirrors:
+        partition = mirror.members[0]
+        if len(mirror.members) == 1 and builder.owner[partition] == mirror.at:
+            if not builder.missing:  # all of them in one placement
                 gone.append(mirror)
-        elif mirror.kind is MirrorKind.MOVE and layout.owner[bucket] != mirror.at:
+        elif mirror.kind is MirrorKind.MOVE and layout.owner[partition] != mirror.at:
             gone.append(mirror)
-    _drop(draft, gone, steps)
+    _drop(builder, gone, steps)
 
 
-def _switch(draft: Draft, steps: MoveSteps) -> None:
+def _switch(builder: PlacementBuilder, steps: MoveSteps) -> None:
     """All moves under way change the owner, once all are complete."""
-    moves = under_way(draft)
-    if not all(m.id in draft.ready for m in moves):
+    moves = under_way(builder)
+    if not all(m.id in builder.ready for m in moves):
         return
     for mirror in moves:
-        bucket = mirror.members[0]
-        draft.give(bucket, mirror.at, How.HAND_OVER, draft.owner[bucket])
-        steps.switched.append(bucket)
+        partition = mirror.members[0]
+        builder.give(partition, mirror.at, How.HAND_OVER, builder.owner[partition])
+        steps.switched.append(partition)
 
 
-def _mirrors(draft: Draft, layout: StripeLayout, steps: MoveSteps, at_once: int) -> None:
+def _mirrors(builder: PlacementBuilder, layout: StripeLayout, steps: MoveSteps, at_once: int) -> None:
     """Lead every row of every stripe towards its place."""
-    rows = draft.rows()
+    rows = builder.rows()
     building: dict[Slot, int] = {}
-    for mirror in draft.mirrors:
-        if mirror.kind is MirrorKind.PARITY and mirror.id not in draft.ready:
+    for mirror in builder.mirrors:
+        if mirror.kind is MirrorKind.PARITY and mirror.id not in builder.ready:
             building[mirror.at] = building.get(mirror.at, 0) + 1
-    wanted = [(not rows.get((j, r)), j, r) for j in range(draft.stripes) for r in range(draft.code.m)]
+    wanted = [(not rows.get((j, r)), j, r) for j in range(builder.stripes) for r in range(builder.code.m)]
     for _, stripe, row in sorted(wanted, key=lambda w: (not w[0], w[1], w[2])):  # those that have none at all first
-        members = draft.members(stripe)
-        if any(b in draft.missing for b in members):
+        members = builder.members(stripe)
+        if any(b in builder.missing for b in members):
             continue  # a recovery may need what there is, and nothing can be made before it is over
         site, have = layout.sites[stripe][row], rows.get((stripe, row), [])
-        there = sorted((m for m in have if m.at == site), key=lambda m: (m.id not in draft.ready, m.id))
-        spare = [m for m in have if m.at != site and m.id in draft.ready]
-        if there and there[0].id in draft.ready:
-            owners = {draft.owner[b] for b in members}
+        there = sorted((m for m in have if m.at == site), key=lambda m: (m.id not in builder.ready, m.id))
+        spare = [m for m in have if m.at != site and m.id in builder.ready]
+        if there and there[0].id in builder.ready:
+            owners = {builder.owner[b] for b in members}
             if site in owners:  # its place is still taken by a member that is to move away
                 spare = [m for m in spare if m.at not in owners]
             else:
                 spare = []
         keep = {m.id for m in (*there[:1], *spare[:1])}
-        _drop(draft, [m for m in have if m.id not in keep], steps)
+        _drop(builder, [m for m in have if m.id not in keep], steps)
         if not there and building.get(site, 0) < at_once:
-            draft.add(members, site, row, MirrorKind.PARITY)
+            builder.add(members, site, row, MirrorKind.PARITY)
             building[site] = building.get(site, 0) + 1
             steps.built += 1
 
 
-def _begin(draft: Draft, layout: StripeLayout, steps: MoveSteps) -> None:
+def _begin(builder: PlacementBuilder, layout: StripeLayout, steps: MoveSteps) -> None:
     """Begin the next moves, if none is under way: first where units of a stripe share a ps."""
-    if under_way(draft):
+    if under_way(builder):
         return
-    rows = draft.rows()
+    rows = builder.rows()
     busy: dict[Slot, int] = {}
 
-    def shares(bucket: BucketId) -> bool:
-        stripe = bucket // draft.code.k
-        places = [draft.owner[b] for b in draft.members(stripe)]
-        places += [m.at for r in range(draft.code.m) for m in rows.get((stripe, r), [])[:1]]
-        return places.count(draft.owner[bucket]) > 1
+    def shares(partition: PartitionId) -> bool:
+        stripe = partition // builder.code.k
+        places = [builder.owner[b] for b in builder.members(stripe)]
+        places += [m.at for r in range(builder.code.m) for m in rows.get((stripe, r), [])[:1]]
+        return places.count(builder.owner[partition]) > 1
 
-    wanted = [BucketId(b) for b, slot in enumerate(draft.owner) if slot != layout.owner[b] and b not in draft.missing]
-    for bucket in sorted(wanted, key=lambda b: (not shares(b), b)):
-        source, target = draft.owner[bucket], layout.owner[bucket]
-        if any(b in draft.missing for b in draft.members(bucket // draft.code.k)):
+    wanted = [
+        PartitionId(b) for b, slot in enumerate(builder.owner) if slot != layout.owner[b] and b not in builder.missing
+    ]
+    for partition in sorted(wanted, key=lambda b: (not shares(b), b)):
+        source, target = builder.owner[partition], layout.owner[partition]
+        if any(b in builder.missing for b in builder.members(partition // builder.code.k)):
             continue
         if max(busy.get(source, 0), busy.get(target, 0)) >= MOVES_AT_ONCE:
             continue
         busy[source] = busy.get(source, 0) + 1
         busy[target] = busy.get(target, 0) + 1
-        draft.add((bucket,), target, 0, MirrorKind.MOVE)
-        steps.begun.append(bucket)
+        builder.add((partition,), target, 0, MirrorKind.MOVE)
+        steps.begun.append(partition)

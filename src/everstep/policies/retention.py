@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from everstep.model.image import Manifest
+from everstep.model.snapshot import Manifest
 
 
 class CheckpointTaken(NamedTuple):

@@ -15,12 +15,12 @@ def refuse_workers(count: int) -> str:
     return f"{count} workers: must be from 1 to {MAX_WORKERS} (everstep stop ends the job)"
 
 
-def refuse_ps(count: int, code: ParityCode, buckets: int) -> str:
+def refuse_ps(count: int, code: ParityCode, partitions: int) -> str:
     """Return one line if there cannot be so many ps, else ""."""
     if not 1 <= count <= MAX_PS:
         return f"{count} ps: must be from 1 to {MAX_PS}; they hold the parameters (everstep stop ends the job)"
-    if count > buckets:
-        return f"{count} ps: more than the job's {buckets} buckets, so some would own nothing"
+    if count > partitions:
+        return f"{count} ps: more than the job's {partitions} buckets, so some would own nothing"
     few = refuse_few(code, count)
     return f"{count} ps: {few}" if few else ""
 

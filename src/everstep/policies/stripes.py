@@ -1,12 +1,13 @@
 """Arranges stripes: which partitions a parity covers together, and a balanced place for every partition and every
 mirror.
 
-Buckets ``[j*k, (j+1)*k)`` are stripe j (the last one may be shorter) for the life of a job; only their places change.
-A *unit* is a bucket of a stripe or one of its m mirrors. A layout is good if
+Partitions ``[j*k, (j+1)*k)`` are stripe j (the last one may be shorter) for the life of a job; only their places
+change. A *unit* is a partition of a stripe or one of its m mirrors. A layout is good if
 
 1. the units of a stripe are on different ps, so that losing m of them loses nothing,
 2. no machine (nor zone) has more of them than its limit says (``policies/domains.py``), and
-3. no ps has more than its share of buckets, nor of mirrors: ``ceil(all / ps)``, as far as the limits leave that open.
+3. no ps has more than its share of partitions, nor of mirrors: ``ceil(all / ps)``, as far as the limits leave that
+   open.
 
 With fewer than k+m ps the first cannot hold everywhere; then as few units as possible share a ps. A layout is made
 out of the present one: what is well placed stays, so the cost of a change is near what it has to be.
@@ -24,18 +25,18 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from everstep.config.parity import ParityCode
-from everstep.ids import BucketId, Slot
+from everstep.ids import PartitionId, Slot
 from everstep.policies.domains import Limit
 
 NOWHERE = Slot(-1)
 
-_ROUNDS = 20_000  # of improvement; far more than any layout of 4096 buckets needs
+_ROUNDS = 20_000  # of improvement; far more than any layout of 4096 partitions needs
 
 
-def members_of(code: ParityCode, stripe: int, buckets: int) -> tuple[BucketId, ...]:
-    """Return the buckets of a stripe."""
+def members_of(code: ParityCode, stripe: int, partitions: int) -> tuple[PartitionId, ...]:
+    """Return the partitions of a stripe."""
     start = stripe * code.k
-    return tuple(BucketId(b) for b in range(start, min(start + code.k, buckets)))
+    return tuple(PartitionId(b) for b in range(start, min(start + code.k, partitions)))
 
 
 class StripeLayout(msgspec.Struct, frozen=True):
@@ -46,7 +47,7 @@ class StripeLayout(msgspec.Struct, frozen=True):
     sites: tuple[tuple[Slot, ...], ...]
 
     def stripe(self, code: ParityCode, number: int) -> list[Slot]:
-        """Return the places of all units of a stripe, buckets first."""
+        """Return the places of all units of a stripe, partitions first."""
         return [*(self.owner[b] for b in members_of(code, number, len(self.owner))), *self.sites[number]]
 
     def shared(self, code: ParityCode) -> int:
@@ -68,14 +69,14 @@ def closed_slots(taken: Sequence[Slot], limits: Sequence[Limit]) -> set[Slot]:
 
 def arrange(
     code: ParityCode,
-    buckets: int,
+    partitions: int,
     slots: Iterable[Slot],
     old: StripeLayout | None = None,
     limits: Sequence[Limit] = (),
 ) -> StripeLayout:
     """Return a good layout over ``slots`` (at least one), out of ``old``, whose units may be on ps that are gone.
     ``limits``: of the machines and zones of these ps (``limits_of``)."""
-    work = _Work(code, buckets, sorted(set(slots)), old, limits)
+    work = _Work(code, partitions, sorted(set(slots)), old, limits)
     work.part()
     work.fill()
     work.balance()
@@ -83,20 +84,20 @@ def arrange(
 
 
 class _Work:
-    """Is the layout being changed. A unit is ``(stripe, i)``: its i-th bucket if i < k, else mirror row i - k."""
+    """Is the layout being changed. A unit is ``(stripe, i)``: its i-th partition if i < k, else mirror row i - k."""
 
     def __init__(
         self,
         code: ParityCode,
-        buckets: int,
+        partitions: int,
         slots: Sequence[Slot],
         old: StripeLayout | None,
         limits: Sequence[Limit] = (),
     ) -> None:
-        self.code, self.buckets, self.slots, self.limits = code, buckets, slots, limits
+        self.code, self.partitions, self.slots, self.limits = code, partitions, slots, limits
         known = set(slots)
-        stripes = code.stripes(buckets)
-        self.owner: list[Slot] = [NOWHERE] * buckets
+        stripes = code.stripes(partitions)
+        self.owner: list[Slot] = [NOWHERE] * partitions
         self.sites: list[list[Slot]] = [[NOWHERE] * code.m for _ in range(stripes)]
         if old is not None:
             self.owner = [s if s in known else NOWHERE for s in old.owner]
@@ -113,18 +114,18 @@ class _Work:
 
     def units(self, stripe: int) -> list[Slot]:
         start = stripe * self.code.k
-        return [*self.owner[start : min(start + self.code.k, self.buckets)], *self.sites[stripe]]
+        return [*self.owner[start : min(start + self.code.k, self.partitions)], *self.sites[stripe]]
 
     def _width(self, stripe: int) -> int:
-        return min(self.code.k, self.buckets - stripe * self.code.k)
+        return min(self.code.k, self.partitions - stripe * self.code.k)
 
     def _set(self, stripe: int, unit: int, slot: Slot) -> None:
         """Move one unit; its index among :meth:`units`."""
         width = self._width(stripe)
         if unit < width:
-            bucket = stripe * self.code.k + unit
-            self._count(self.data, self.owner[bucket], slot)
-            self.owner[bucket] = slot
+            partition = stripe * self.code.k + unit
+            self._count(self.data, self.owner[partition], slot)
+            self.owner[partition] = slot
         else:
             self._count(self.mirrors, self.sites[stripe][unit - width], slot)
             self.sites[stripe][unit - width] = slot
@@ -140,8 +141,8 @@ class _Work:
         """Take its place from all but one of the units that share a ps, if there is a better one for them, and from
         those that their machine or zone has too many of.
 
-        A mirror of one bucket that sits with it was used up by its promotion and has to be made anyway; of a wider
-        stripe the bucket goes: one bucket is copied instead of all members read.
+        A mirror of one partition that sits with it was used up by its promotion and has to be made anyway; of a wider
+        stripe the partition goes: one partition is copied instead of all members read.
         """
         for stripe in range(len(self.sites)):
             width = self._width(stripe)
@@ -177,8 +178,8 @@ class _Work:
                     heapq.heappush(heap, self._load(kind, slot))
 
     def _load(self, mirror: bool, slot: Slot) -> tuple[int, int, Slot]:
-        """Return what a ps has to do already, for a mirror that needs a place, or a bucket."""
-        # Mirrors go first, to the ps with most buckets: it takes no bucket of this stripe then.
+        """Return what a ps has to do already, for a mirror that needs a place, or a partition."""
+        # Mirrors go first, to the ps with most partitions: it takes no partition of this stripe then.
         if mirror:
             return self.mirrors[slot], -self.data[slot], slot
         return self.data[slot], self.mirrors[slot], slot
@@ -201,7 +202,7 @@ class _Work:
         return found
 
     def balance(self) -> None:
-        """Even out buckets, then mirrors, then both again: each step is a chain of moves from a ps that has more to
+        """Even out partitions, then mirrors, then both again: each step is a chain of moves from a ps that has more to
         one that has at least two less, no unit ever beside another one of its stripe."""
         for _ in range(_ROUNDS):
             if not (self._even(True) or self._even(False)):

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
-from everstep.ids import BucketId
+from everstep.ids import PartitionId
 from everstep.native import Store, _native
 from everstep.protect.replication import Batch, Outgoing, PeerKey, StreamItem, SweepTarget
 
@@ -39,26 +39,26 @@ class PeerEvent(NamedTuple):
     payload: bytes
 
 
-class _Routes(MutableMapping[BucketId, tuple[PeerKey, ...]]):
-    """Who gets differences of a bucket, told to the native side at every change."""
+class _Routes(MutableMapping[PartitionId, tuple[PeerKey, ...]]):
+    """Who gets differences of a partition, told to the native side at every change."""
 
     def __init__(self, native: _native.Carrier) -> None:
         self._native = native
-        self._known: dict[BucketId, tuple[PeerKey, ...]] = {}
+        self._known: dict[PartitionId, tuple[PeerKey, ...]] = {}
 
-    def __getitem__(self, bucket: BucketId) -> tuple[PeerKey, ...]:
-        return self._known[bucket]
+    def __getitem__(self, partition: PartitionId) -> tuple[PeerKey, ...]:
+        return self._known[partition]
 
-    def __setitem__(self, bucket: BucketId, peers: tuple[PeerKey, ...]) -> None:
-        if self._known.get(bucket) != peers:
-            self._native.set_route(bucket, list(peers))
-        self._known[bucket] = peers
+    def __setitem__(self, partition: PartitionId, peers: tuple[PeerKey, ...]) -> None:
+        if self._known.get(partition) != peers:
+            self._native.set_route(partition, list(peers))
+        self._known[partition] = peers
 
-    def __delitem__(self, bucket: BucketId) -> None:
-        del self._known[bucket]
-        self._native.set_route(bucket, [])
+    def __delitem__(self, partition: PartitionId) -> None:
+        del self._known[partition]
+        self._native.set_route(partition, [])
 
-    def __iter__(self) -> Iterator[BucketId]:
+    def __iter__(self) -> Iterator[PartitionId]:
         return iter(self._known)
 
     def __len__(self) -> int:
@@ -74,7 +74,7 @@ class ReplicationSender:
 
     def __init__(self, store: Store, me: PeerKey) -> None:
         self.native = _native.Carrier(store, me)
-        self.routes: MutableMapping[BucketId, tuple[PeerKey, ...]] = _Routes(self.native)
+        self.routes: MutableMapping[PartitionId, tuple[PeerKey, ...]] = _Routes(self.native)
 
     def __repr__(self) -> str:
         done, _, next_ticket, _, waiting, _ = self.native.counts()
@@ -115,44 +115,46 @@ class ReplicationSender:
         counts = self.native.counts()
         return counts[0] == ticket and not counts[5]
 
-    def sweep(self, bucket: BucketId, from_ticket: int, targets: Sequence[SweepTarget]) -> None:
-        self.native.sweep(bucket, from_ticket, list(targets))
+    def sweep(self, partition: PartitionId, from_ticket: int, targets: Sequence[SweepTarget]) -> None:
+        self.native.sweep(partition, from_ticket, list(targets))
 
-    def widen(self, bucket: BucketId, from_ticket: int, target: SweepTarget) -> None:
-        self.native.widen(bucket, from_ticket, target)
+    def widen(self, partition: PartitionId, from_ticket: int, target: SweepTarget) -> None:
+        self.native.widen(partition, from_ticket, target)
 
-    def end_sweeps(self, bucket: BucketId) -> None:
-        self.native.end_sweeps(bucket)
+    def end_sweeps(self, partition: PartitionId) -> None:
+        self.native.end_sweeps(partition)
 
-    def some(self, bucket: BucketId, target: SweepTarget) -> None:
-        self.native.some(bucket, target)
+    def some(self, partition: PartitionId, target: SweepTarget) -> None:
+        self.native.some(partition, target)
 
     def append(self, first_ticket: int, entries: Iterable[Outgoing]) -> set[PeerKey]:
         """Append entries, for tests: ``drain`` takes them from the outbox itself."""
-        return set(self.native.append(first_ticket, [(e.bucket, e.seq, int(e.kind), e.blob) for e in entries]))
+        return set(self.native.append(first_ticket, [(e.partition, e.seq, int(e.kind), e.blob) for e in entries]))
 
     def send(self, peer: PeerKey, item: StreamItem) -> None:
-        self.native.send(peer, item.bucket, item.seq, int(item.kind), item.mirror, item.sweep, item.blob)
+        self.native.send(peer, item.partition, item.seq, int(item.kind), item.mirror, item.sweep, item.blob)
 
     def batch(self, peer: PeerKey, max_bytes: int, max_items: int = 4096) -> Batch | None:
         found = self.native.batch(peer, max_bytes, max_items)
         if found is None:
             return None
         stream, first, items, confirmed = found
-        return Batch(stream, first, tuple(StreamItem(*i) for i in items), tuple((BucketId(b), s) for b, s in confirmed))
+        return Batch(
+            stream, first, tuple(StreamItem(*i) for i in items), tuple((PartitionId(b), s) for b, s in confirmed)
+        )
 
     def waits(self, peer: PeerKey) -> bool:
         return self.native.waits(peer)
 
-    def answered(self, peer: PeerKey, first: int, codes: Sequence[int]) -> dict[BucketId, int]:
-        return {BucketId(b): ticket for b, ticket in self.native.answered(peer, first, bytes(codes))}
+    def answered(self, peer: PeerKey, first: int, codes: Sequence[int]) -> dict[PartitionId, int]:
+        return {PartitionId(b): ticket for b, ticket in self.native.answered(peer, first, bytes(codes))}
 
     def live(self, peers: set[PeerKey], version: int) -> None:
         self.native.set_version(version)
         self.native.live(list(peers), version)
 
-    def owes(self, bucket: BucketId) -> bool:
-        return self.native.owes(bucket)
+    def owes(self, partition: PartitionId) -> bool:
+        return self.native.owes(partition)
 
     # ------------------------------------------------------------ carrying
 

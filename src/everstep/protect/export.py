@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from everstep.errors import CheckpointError, PlatformError
-from everstep.model.image import Manifest
+from everstep.model.snapshot import Manifest
 from everstep.model.table import OWN, TableSpec, flat_places
-from everstep.protect.imagefile import Pages
 from everstep.protect.manifest import assemble
+from everstep.protect.snapshot_file import Pages
 from everstep.storage.places import StoragePlace
 
 
@@ -44,11 +44,11 @@ def find_table(manifest: Manifest, name: str) -> TableSpec:
 def table_rows(place: StoragePlace, manifest: Manifest, spec: TableSpec) -> Iterator[ExportedRows]:
     """Yield the rows of a table, some megabytes at a time, each once; one partition is in memory. Raises
     CheckpointError (damage), StorageError."""
-    for image in manifest.images:
-        whole = assemble(place, image)
+    for snapshot in manifest.snapshots:
+        whole = assemble(place, snapshot)
         if spec.id in whole.pages:
             for pages in whole.some(spec.id):
-                yield rows_of_pages(pages, spec, f"{place.url}, partition {image.bucket}")
+                yield rows_of_pages(pages, spec, f"{place.url}, partition {snapshot.partition}")
 
 
 def rows_of_pages(pages: Pages, spec: TableSpec, where: str) -> ExportedRows:

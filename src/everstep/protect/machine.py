@@ -2,31 +2,33 @@
 
 Theory
 ------
-The placement says what shall be: who owns each bucket, and which mirrors are where. The machine compares it with what
-this ps holds and does what is lacking, so every step may be repeated, and nothing depends on which placements were
+The placement says what shall be: who owns each partition, and which mirrors are where. The machine compares it with
+what this ps holds and does what is lacking, so every step may be repeated, and nothing depends on which placements were
 missed. Five rules:
 
-1. **One source.** A ps takes differences of a bucket for its mirrors from one life of one ps only, the bucket's
+1. **One source.** A ps takes differences of a partition for its mirrors from one life of one ps only, the partition's
    *source*: the owner by the placement under which the first mirror of it was made here, then whoever sent ``FetchLog``
-   under a newer placement. Anything else is refused, and who is refused serves that bucket no longer. So an owner that
-   was replaced without knowing it can not confirm anything once the new owner has asked *one* of its mirrors.
-2. **Level before promoting.** A new owner asks every other mirror of the bucket (``FetchLog``: from now on me) for what
-   it has beyond its own, applies that, and sends what they lack. A mirror that is not complete takes no part; its ps
-   throws it away and builds it anew whenever the owner of one of its members has changed. For that, ps that keep one
-   of several mirrors of a bucket keep its newest differences (*tails*) until the owner says that all mirrors have them.
+   under a newer placement. Anything else is refused, and who is refused serves that partition no longer. So an owner
+   that was replaced without knowing it can not confirm anything once the new owner has asked *one* of its mirrors.
+2. **Level before promoting.** A new owner asks every other mirror of the partition (``FetchLog``: from now on me) for
+   what it has beyond its own, applies that, and sends what they lack. A mirror that is not complete takes no part; its
+   ps throws it away and builds it anew whenever the owner of one of its members has changed. For that, ps that keep one
+   of several mirrors of a partition keep its newest differences (*tails*) until the owner says that all mirrors have
+   them.
 3. **The living owner hands over.** When the old owner lives, the new one first asks it to (``HandOver``): it stopped
    serving when it heard of the placement, and answers once all its mirrors have confirmed everything. It keeps the
-   bucket until the new owner has it (``HandOver.done``).
+   partition until the new owner has it (``HandOver.done``).
 4. **Contents in order.** A mirror that is not complete wishes for the contents of each member (``Want``). They go
    through the owner's outbox, in order with the differences; a wish has a number, and contents that belong to
    another one are ignored. MARKS ends a sweep; a mirror is complete when all members' sweeps have ended.
-5. **Folding.** A bucket whose only mirror here has other members too is recovered from it: the living members' owners
-   send their contents once more (``Want`` "fold"), which takes them out of a copy of the mirror; two lost members of
-   one stripe need the rest of the other row as well (``Want`` "other" to its ps).
-6. **Early.** Which rows a folded bucket has is known long before the rows are. From then on (*early*) it answers row by
-   row, pushes too: its differences go to its mirrors like any other's, also to the one it is being folded from, where
-   they do not concern what is left of the members. Rows that somebody waits for are folded out of turn (``demand``).
-   A fold that has to begin anew drops the bucket, and waits until all mirrors have what it made: it comes back with it.
+5. **Folding.** A partition whose only mirror here has other members too is recovered from it: the living members'
+   owners send their contents once more (``Want`` "fold"), which takes them out of a copy of the mirror; two lost
+   members of one stripe need the rest of the other row as well (``Want`` "other" to its ps).
+6. **Early.** Which rows a folded partition has is known long before the rows are. From then on (*early*) it answers row
+   by row, pushes too: its differences go to its mirrors like any other's, also to the one it is being folded from,
+   where they do not concern what is left of the members. Rows that somebody waits for are folded out of turn
+   (``demand``). A fold that has to begin anew drops the partition, and waits until all mirrors have what it made: it
+   comes back with it.
 7. **Torn.** A mirror that lacks a difference, whatever the reason, is worth nothing and harms nobody: it is thrown away
    for good, the master hears of it (``torn``) and makes another one, which begins with contents like any other.
 
@@ -50,10 +52,10 @@ from typing import Protocol
 
 import msgspec
 
-from everstep.ids import BucketId, Incarnation, Slot
-from everstep.model.image import Holdings
+from everstep.ids import Incarnation, PartitionId, Slot
 from everstep.model.placement import Mirror, Placement
 from everstep.model.reasons import Arrival
+from everstep.model.snapshot import Holdings
 from everstep.net.messages import (
     DataAnswer,
     Fed,
@@ -70,8 +72,8 @@ from everstep.net.messages import (
 from everstep.protect.replication import AppendCode, Batch, Blob, Flow, PeerKey, StreamItem, StreamKind, SweepTarget
 from everstep.protect.retained_log import KeptTails, Tails
 
-REST = BucketId(0xFFFFFFFF)
-"""In place of a bucket: what is left of a row of a stripe when its living members are folded out of it."""
+REST = PartitionId(0xFFFFFFFF)
+"""In place of a partition: what is left of a row of a stripe when its living members are folded out of it."""
 
 DEMAND_SLOTS = 1 << 14
 """Slots of one demand, at most: a Want is a header, and headers are small."""
@@ -93,47 +95,47 @@ class Port(Protocol):
     def tables(self) -> Sequence[int]:
         """Return the ids of all declared tables; nobody declares one while a step of the machine runs."""
 
-    def own(self, bucket: BucketId) -> None:
+    def own(self, partition: PartitionId) -> None:
         """It begins here, empty."""
 
-    def protect(self, bucket: BucketId, on: bool) -> None: ...
-    def seq(self, bucket: BucketId) -> int: ...
-    def hand_over(self, bucket: BucketId) -> int:
+    def protect(self, partition: PartitionId, on: bool) -> None: ...
+    def seq(self, partition: PartitionId) -> int: ...
+    def hand_over(self, partition: PartitionId) -> int:
         """Serve it no longer; contents stay. Its last seq. Harmless when repeated."""
 
-    def resume(self, bucket: BucketId) -> None:
+    def resume(self, partition: PartitionId) -> None:
         """Serve it again after ``hand_over``."""
 
-    def drop(self, bucket: BucketId) -> None: ...
+    def drop(self, partition: PartitionId) -> None: ...
     def ticket(self) -> int:
         """Return how many entries were appended to the outbox so far."""
 
-    def emit(self, bucket: BucketId, kind: StreamKind, table: int, lo: int) -> int:
+    def emit(self, partition: PartitionId, kind: StreamKind, table: int, lo: int) -> int:
         """Put a piece of contents, from slot ``lo`` on, into the outbox. Where the next begins; -1: it was the last."""
 
-    def emit_slots(self, bucket: BucketId, table: int, slots: Sequence[int]) -> None:
+    def emit_slots(self, partition: PartitionId, table: int, slots: Sequence[int]) -> None:
         """Emit the contents of these slots alone, as one entry SOME."""
 
-    def emit_marks(self, bucket: BucketId) -> None: ...
+    def emit_marks(self, partition: PartitionId) -> None: ...
     def keep(self, blob: Blob) -> Blob:
         """Return a copy that outlives the message it came with."""
 
     def size(self, blob: Blob) -> int:
         """Return the size in bytes."""
 
-    def mirror_make(self, mirror: int, members: Sequence[BucketId], row: int) -> None: ...
+    def mirror_make(self, mirror: int, members: Sequence[PartitionId], row: int) -> None: ...
     def mirror_drop(self, mirror: int) -> None: ...
     def mirror_apply(self, mirror: int, blob: Blob) -> int:
         """Apply a blob to a mirror; return an ``AppendCode``."""
 
-    def mirror_seq(self, mirror: int, bucket: BucketId) -> int:
+    def mirror_seq(self, mirror: int, partition: PartitionId) -> int:
         """Return the member's newest seq there."""
 
     def mirror_complete(self, mirror: int) -> bool: ...
-    def promote(self, mirror: int, bucket: BucketId) -> None:
+    def promote(self, mirror: int, partition: PartitionId) -> None:
         """Make the mirror, of this partition alone, the partition; the mirror is gone."""
 
-    def recover_begin(self, mirror: int, lost: Sequence[BucketId], here: Sequence[BucketId]) -> None: ...
+    def recover_begin(self, mirror: int, lost: Sequence[PartitionId], here: Sequence[PartitionId]) -> None: ...
     def recover_fold(self, mirror: int, blob: Blob) -> int | None:
         """``AppendCode.GAP``: something before it is lacking, nothing was folded."""
 
@@ -141,8 +143,8 @@ class Port(Protocol):
         """Do as ``recover_fold`` does."""
 
     def recover_heads(self, mirror: int) -> bool:
-        """Return whether the buckets that are rebuilt here are in the store already, and answer for every row that is
-        back."""
+        """Return whether the partitions that are rebuilt here are in the store already, and answer for every row that
+        is back."""
 
     def recover_emit_slots(self, mirror: int, table: int, slots: Sequence[int]) -> tuple[Blob, Sequence[int]]:
         """Return what is left of those of these slots that are folded, and which these are; none: nothing to send."""
@@ -164,30 +166,30 @@ class MirrorAction(msgspec.Struct, frozen=True, gc=False):
 
 
 class Acquired(MirrorAction, frozen=True, gc=False):
-    """``bucket`` is served here from now on. ``how`` REBUILT, early: rows are still to come."""
+    """``partition`` is served here from now on. ``how`` REBUILT, early: rows are still to come."""
 
-    bucket: BucketId
+    partition: PartitionId
     how: Arrival
 
 
 class Whole(MirrorAction, frozen=True, gc=False):
-    """``bucket``, which was taken early, has all its rows."""
+    """``partition``, which was taken early, has all its rows."""
 
-    bucket: BucketId
+    partition: PartitionId
 
 
 class Released(MirrorAction, frozen=True, gc=False):
-    """``bucket`` is not served here any more; ``seq``: its last."""
+    """``partition`` is not served here any more; ``seq``: its last."""
 
-    bucket: BucketId
+    partition: PartitionId
     seq: int
 
 
 class LoadSnapshot(MirrorAction, frozen=True, gc=False):
-    """Load ``bucket`` from checkpoint ``checkpoint``, then call ``loaded``, also when it came to nothing. One at a time
-    for each bucket: until ``loaded``, nothing else is done about it."""
+    """Load ``partition`` from checkpoint ``checkpoint``, then call ``loaded``, also when it came to nothing. One at a
+    time for each partition: until ``loaded``, nothing else is done about it."""
 
-    bucket: BucketId
+    partition: PartitionId
     checkpoint: int
 
 
@@ -196,9 +198,9 @@ class ReportProgress(MirrorAction, frozen=True, gc=False):
 
 
 class Stuck(MirrorAction, frozen=True, gc=False):
-    """The placement gives this ps a bucket that it has no way to get (see ``stuck``)."""
+    """The placement gives this ps a partition that it has no way to get (see ``stuck``)."""
 
-    bucket: BucketId
+    partition: PartitionId
     why: str
 
 
@@ -246,19 +248,19 @@ class _Demand(msgspec.Struct):
 
     table: int
     slots: bytes
-    owed: set[BucketId]
+    owed: set[PartitionId]
 
 
 class _Recovery(msgspec.Struct):
     """Holds the living members of a mirror being reconstructed out of a copy of it."""
 
-    lost: tuple[BucketId, ...]
+    lost: tuple[PartitionId, ...]
     here: bool  # the lost ones are rebuilt here; else the rest is for ``asker``
-    owners: dict[BucketId, PeerKey]  # of the living members
+    owners: dict[PartitionId, PeerKey]  # of the living members
     sweep: int
     other: tuple[int, PeerKey] | None = None  # (sweep, ps of the other row), where two are lost
-    folded: set[BucketId] = msgspec.field(default_factory=set)
-    taken: set[BucketId] = msgspec.field(default_factory=set)
+    folded: set[PartitionId] = msgspec.field(default_factory=set)
+    taken: set[PartitionId] = msgspec.field(default_factory=set)
     other_taken: bool = False
     other_done: bool = False
     asker: SweepTarget | None = None
@@ -277,10 +279,10 @@ class _HeldMirror(msgspec.Struct):
 
     mirror: Mirror
     sweep: int
-    owners: dict[BucketId, PeerKey]  # of the members, when it was begun
+    owners: dict[PartitionId, PeerKey]  # of the members, when it was begun
     complete: bool = False
-    swept: set[BucketId] = msgspec.field(default_factory=set)
-    taken: set[BucketId] = msgspec.field(default_factory=set)
+    swept: set[PartitionId] = msgspec.field(default_factory=set)
+    taken: set[PartitionId] = msgspec.field(default_factory=set)
     recovery: _Recovery | None = None
     torn: str = ""  # why it is to be thrown away
 
@@ -327,42 +329,41 @@ class Machine:
         self.port, self.streams = port, streams
         # ``mirror_apply_many(mirrors, blobs, which)`` of the port, if any: blobs[which[i]] to mirrors[i], in order.
         self._apply_many = getattr(port, "mirror_apply_many", self._one_by_one)
-        self._several: set[BucketId] = set()  # more than one mirror of it may have to be brought to the same point
+        self._several: set[PartitionId] = set()  # more than one mirror of it may have to be brought to the same point
         self.placement: Placement | None = None
-        self.buckets: dict[BucketId, MirrorState] = {}
-        self.gained: dict[BucketId, tuple[int, Arrival]] = {}  # bucket -> version and how it came
+        self.partitions: dict[PartitionId, MirrorState] = {}
+        self.gained: dict[PartitionId, tuple[int, Arrival]] = {}  # partition -> version and how it came
         self.dirty = False
         self.arrived = False  # rows that were demanded; whoever waits for them resets it
-        self._early: set[BucketId] = set()
-        self._ended: dict[BucketId, int] = {}  # were early, dropped: the outbox's ticket then
+        self._early: set[PartitionId] = set()
+        self._ended: dict[PartitionId, int] = {}  # were early, dropped: the outbox's ticket then
         self._mirrors: dict[int, _HeldMirror] = {}
-        self._by_bucket: dict[BucketId, list[int]] = {}  # mirrors here
-        self._sources: dict[BucketId, _Source] = {}
+        self._by_partition: dict[PartitionId, list[int]] = {}  # mirrors here
+        self._sources: dict[PartitionId, _Source] = {}
         self._tails: Tails = KeptTails() if tails is None else tails
         # By sender: the stream, and the next number in it.
         self._received: MutableMapping[PeerKey, tuple[int, int]] = {} if received is None else received
-        self._gains: dict[BucketId, _Gain] = {}
-        self._loads: set[BucketId] = set()  # images on their way into the store, wanted or not
-        self._since: dict[BucketId, int] = {}  # the outbox's ticket when it began to be served
-        self._used: set[int] = set()  # mirrors that became buckets
+        self._gains: dict[PartitionId, _Gain] = {}
+        self._loads: set[PartitionId] = set()  # snapshots on their way into the store, wanted or not
+        self._since: dict[PartitionId, int] = {}  # the outbox's ticket when it began to be served
+        self._used: set[int] = set()  # mirrors that became partitions
         self.torn: set[int] = set()
         """Mirrors that the placement still names and that must be made again: thrown away here, or at another ps and
         beyond being brought to the same point as ours."""
-        self._fenced: dict[BucketId, _Fenced] = {}
-        # What the master was told to be asked for: complete mirrors, buckets that came, mirrors that are torn.
-        self._told: tuple[frozenset[int], frozenset[tuple[BucketId, tuple[int, str]]], frozenset[int]]
+        self._fenced: dict[PartitionId, _Fenced] = {}
+        # What the master was told to be asked for: complete mirrors, partitions that came, mirrors that are torn.
+        self._told: tuple[frozenset[int], frozenset[tuple[PartitionId, tuple[int, str]]], frozenset[int]]
         self._told = (frozenset(), frozenset(), frozenset())
-        self._goodbyes: dict[BucketId, PeerKey] = {}
-        self._sweeps: dict[BucketId, deque[_FullSync]] = {}
-        self._wishes: set[tuple[PeerKey, int, int, BucketId]] = set()
+        self._goodbyes: dict[PartitionId, PeerKey] = {}
+        self._sweeps: dict[PartitionId, deque[_FullSync]] = {}
+        self._wishes: set[tuple[PeerKey, int, int, PartitionId]] = set()
         self._next_sweep = 1
         self._restart = False
         self._actions: list[MirrorAction] = []
 
     def __repr__(self) -> str:
-        return (
-            f"<Machine ps:{self.me[0]} #{self.me[1]} v{self.version} {len(self.buckets)} partitions, {self._mirrors}>"
-        )
+        owned = len(self.partitions)
+        return f"<Machine ps:{self.me[0]} #{self.me[1]} v{self.version} {owned} partitions, {self._mirrors}>"
 
     # ------------------------------------------------------------ looking
 
@@ -370,35 +371,35 @@ class Machine:
     def version(self) -> int:
         return self.placement.version if self.placement is not None else 0
 
-    def serves(self, bucket: BucketId) -> bool:
-        return self.buckets.get(bucket) is MirrorState.SERVING
+    def serves(self, partition: PartitionId) -> bool:
+        return self.partitions.get(partition) is MirrorState.SERVING
 
-    def answers(self, bucket: BucketId) -> bool:
+    def answers(self, partition: PartitionId) -> bool:
         """Return whether pulls and pushes of it are answered, if not for every row at once."""
-        return self.serves(bucket) or bucket in self._early
+        return self.serves(partition) or partition in self._early
 
     @property
     def answering(self) -> bool:
-        """Return whether all buckets that the placement gives to this ps answer."""
+        """Return whether all partitions that the placement gives to this ps answer."""
         return self.placement is not None and self._gains.keys() <= self._early
 
     @property
-    def serving(self) -> list[BucketId]:
-        return sorted(b for b, s in self.buckets.items() if s is MirrorState.SERVING)
+    def serving(self) -> list[PartitionId]:
+        return sorted(b for b, s in self.partitions.items() if s is MirrorState.SERVING)
 
     @property
-    def lacking(self) -> list[BucketId]:
+    def lacking(self) -> list[PartitionId]:
         """Return the partitions that the placement gives to this ps and that it does not serve yet."""
         return sorted(self._gains)
 
     @property
-    def stuck(self) -> tuple[BucketId, ...]:
+    def stuck(self) -> tuple[PartitionId, ...]:
         """Return those of these partitions that there is no way to get; the master has to find another one."""
         return tuple(sorted(b for b, gain in self._gains.items() if gain.stuck))
 
-    def wants_image(self, bucket: BucketId, checkpoint: int) -> bool:
+    def wants_snapshot(self, partition: PartitionId, checkpoint: int) -> bool:
         """Return whether a load that is under way is still of any use."""
-        return bucket in self._gains and self._image(bucket) == checkpoint
+        return partition in self._gains and self._snapshot(partition) == checkpoint
 
     @property
     def complete(self) -> list[int]:
@@ -407,12 +408,12 @@ class Machine:
 
     @property
     def rebuilding(self) -> bool:
-        """Return whether a bucket is being recovered here."""
+        """Return whether a partition is being recovered here."""
         return any(h.recovery is not None and h.recovery.here for h in self._mirrors.values())
 
     @property
     def unheard(self) -> bool:
-        """Return whether the store may own buckets whose changes no mirror hears of yet: what it does to all must
+        """Return whether the store may own partitions whose changes no mirror hears of yet: what it does to all must
         wait."""
         return any(h.recovery is not None and h.recovery.here and not h.recovery.early for h in self._mirrors.values())
 
@@ -421,16 +422,16 @@ class Machine:
         """Return how many partitions' contents are on their way out, and recoveries under way here."""
         return len(self._sweeps) + len(self._ended) + sum(h.recovery is not None for h in self._mirrors.values())
 
-    def ready(self) -> list[tuple[int, Arrival, tuple[BucketId, ...]]]:
+    def ready(self) -> list[tuple[int, Arrival, tuple[PartitionId, ...]]]:
         """Return (placement version, how, partitions) of all partitions that came here by a placement and are whole."""
-        found: dict[tuple[int, Arrival], list[BucketId]] = {}
-        for bucket, key in sorted(self.gained.items()):
-            found.setdefault(key, []).append(bucket)
-        return [(version, how, tuple(buckets)) for (version, how), buckets in found.items()]
+        found: dict[tuple[int, Arrival], list[PartitionId]] = {}
+        for partition, key in sorted(self.gained.items()):
+            found.setdefault(key, []).append(partition)
+        return [(version, how, tuple(partitions)) for (version, how), partitions in found.items()]
 
     def holdings(self) -> Holdings:
         return Holdings(
-            buckets=tuple(self.serving),
+            partitions=tuple(self.serving),
             mirrors=tuple(self.complete),
             placement=self.version,
             incarnation=self.me[1],
@@ -452,30 +453,32 @@ class Machine:
         members = [b for m in placement.mirrors for b in m.members]
         self._several = {b for b, n in Counter(members).items() if n > 1}
         mine = set(placement.owned_by(self.me[0])) if self._alive(self.me) else set()
-        for bucket in [b for b, s in self.buckets.items() if s is MirrorState.SERVING and b not in mine]:
-            self._fence(bucket)
-        for bucket in [b for b in self._gains if b not in mine]:
-            del self._gains[bucket]
-        for bucket, fenced in self._fenced.items():
-            if not fenced.routing and bucket not in mine:
-                fenced.routing, fenced.to = placement.route, self._owner(bucket)
+        for partition in [b for b, s in self.partitions.items() if s is MirrorState.SERVING and b not in mine]:
+            self._fence(partition)
+        for partition in [b for b in self._gains if b not in mine]:
+            del self._gains[partition]
+        for partition, fenced in self._fenced.items():
+            if not fenced.routing and partition not in mine:
+                fenced.routing, fenced.to = placement.route, self._owner(partition)
         same = before is not None and before.route == placement.route
-        for bucket in mine:
-            if not self.serves(bucket):
-                # What was done for it goes on where owners are the same; its image may be another one.
-                gain = self._gains.get(bucket) if same or bucket in self._early else None
-                self._gains[bucket] = gain if gain is not None else _Gain(placement.version)
-                self._gains[bucket].loading = False
-            elif before is not None and (placement.version > before.version + 1 or (not same and self._image(bucket))):
+        for partition in mine:
+            if not self.serves(partition):
+                # What was done for it goes on where owners are the same; its snapshot may be another one.
+                gain = self._gains.get(partition) if same or partition in self._early else None
+                self._gains[partition] = gain if gain is not None else _Gain(placement.version)
+                self._gains[partition].loading = False
+            elif before is not None and (
+                placement.version > before.version + 1 or (not same and self._snapshot(partition))
+            ):
                 # It may have been given away and back meanwhile, or was whole before the master heard of it and ordered
                 # it anew: the master waits to hear that it is here.
-                how = self.gained[bucket][1] if bucket in self.gained else Arrival.KEPT
-                self.gained[bucket] = (placement.version, how)
+                how = self.gained[partition][1] if partition in self.gained else Arrival.KEPT
+                self.gained[partition] = (placement.version, how)
         self._keep_mirrors(placement)
         self.streams.live({(s.slot, s.incarnation) for s in placement.servers}, placement.version)
-        for bucket in list(self._goodbyes):
-            if not self._alive(self._goodbyes[bucket]):
-                del self._goodbyes[bucket]
+        for partition in list(self._goodbyes):
+            if not self._alive(self._goodbyes[partition]):
+                del self._goodbyes[partition]
         for peer in [p for p in self._received if not self._alive(p)]:
             del self._received[peer]
         self._wishes = {w for w in self._wishes if self._alive(w[0])}
@@ -494,65 +497,65 @@ class Machine:
                 return s.slot, s.incarnation
         return None
 
-    def _owner(self, bucket: BucketId) -> PeerKey:
+    def _owner(self, partition: PartitionId) -> PeerKey:
         assert self.placement is not None
-        return self._key(self.placement.owner[bucket]) or (self.placement.owner[bucket], Incarnation(-1))
+        return self._key(self.placement.owner[partition]) or (self.placement.owner[partition], Incarnation(-1))
 
-    def _fence(self, bucket: BucketId) -> None:
+    def _fence(self, partition: PartitionId) -> None:
         """Serve it no longer; its mirrors still get what is on its way."""
-        seq = self.port.hand_over(bucket)
-        self.buckets[bucket] = MirrorState.FENCED
-        self.gained.pop(bucket, None)
-        owner = self._owner(bucket)
+        seq = self.port.hand_over(partition)
+        self.partitions[partition] = MirrorState.FENCED
+        self.gained.pop(partition, None)
+        owner = self._owner(partition)
         routing = self.placement.route if self.placement is not None and owner != self.me else 0
-        self._fenced[bucket] = _Fenced(self.port.ticket(), routing, owner if owner != self.me else None)
-        self._sweeps.pop(bucket, None)
-        self.streams.end_sweeps(bucket)
-        self._wishes = {w for w in self._wishes if w[3] != bucket}
-        self._actions.append(Released(bucket, seq))
+        self._fenced[partition] = _Fenced(self.port.ticket(), routing, owner if owner != self.me else None)
+        self._sweeps.pop(partition, None)
+        self.streams.end_sweeps(partition)
+        self._wishes = {w for w in self._wishes if w[3] != partition}
+        self._actions.append(Released(partition, seq))
 
-    def _drop(self, bucket: BucketId) -> None:
-        self.port.drop(bucket)
-        del self.buckets[bucket]
-        self._fenced.pop(bucket, None)
-        self._since.pop(bucket, None)
-        self.streams.routes.pop(bucket, None)
+    def _drop(self, partition: PartitionId) -> None:
+        self.port.drop(partition)
+        del self.partitions[partition]
+        self._fenced.pop(partition, None)
+        self._since.pop(partition, None)
+        self.streams.routes.pop(partition, None)
 
-    def _flushed(self, bucket: BucketId) -> bool:
-        """Return whether all that a fenced bucket ever sent is confirmed, or refused."""
-        return self.streams.next_ticket >= self._fenced[bucket].ticket and not self.streams.owes(bucket)
+    def _flushed(self, partition: PartitionId) -> bool:
+        """Return whether all that a fenced partition ever sent is confirmed, or refused."""
+        return self.streams.next_ticket >= self._fenced[partition].ticket and not self.streams.owes(partition)
 
     def _route(self) -> None:
         """Route differences: of what is served to all mirrors of the placement; of what is fenced, where they went."""
         assert self.placement is not None
         routes = self.streams.routes
-        peers: dict[BucketId, dict[PeerKey, None]] = {b: {} for b in sorted({*self.serving, *self._early})}
+        peers: dict[PartitionId, dict[PeerKey, None]] = {b: {} for b in sorted({*self.serving, *self._early})}
         for mirror in self.placement.mirrors:
             at = self._key(mirror.at)
-            for bucket in mirror.members:
-                if at is not None and bucket in peers and mirror.id not in self._used:
-                    peers[bucket][at] = None
-        for bucket, to in peers.items():
-            if bool(to) != bool(routes.get(bucket)):
-                self.port.protect(bucket, bool(to))
+            for partition in mirror.members:
+                if at is not None and partition in peers and mirror.id not in self._used:
+                    peers[partition][at] = None
+        for partition, to in peers.items():
+            if bool(to) != bool(routes.get(partition)):
+                self.port.protect(partition, bool(to))
             if to:
-                routes[bucket] = tuple(to)
+                routes[partition] = tuple(to)
             else:
-                routes.pop(bucket, None)
-        for bucket, state in self.buckets.items():
+                routes.pop(partition, None)
+        for partition, state in self.partitions.items():
             if state is MirrorState.FENCED:
-                routes[bucket] = tuple(p for p in routes.get(bucket, ()) if self._alive(p))
+                routes[partition] = tuple(p for p in routes.get(partition, ()) if self._alive(p))
 
     def _clear_away(self) -> None:
-        """Drop fenced buckets that went on to yet another owner: that one does not come back for them."""
+        """Drop fenced partitions that went on to yet another owner: that one does not come back for them."""
         assert self.placement is not None
-        for bucket in [b for b, s in self.buckets.items() if s is MirrorState.FENCED and b not in self._gains]:
-            if self.placement.route > self._fenced[bucket].routing > 0 and self._flushed(bucket):
-                self._drop(bucket)
-        for bucket in [b for b in self._ended if self._settled(b)]:
-            del self._ended[bucket]
-            if bucket not in self.buckets and bucket not in self._early:
-                self.streams.routes.pop(bucket, None)
+        for partition in [b for b, s in self.partitions.items() if s is MirrorState.FENCED and b not in self._gains]:
+            if self.placement.route > self._fenced[partition].routing > 0 and self._flushed(partition):
+                self._drop(partition)
+        for partition in [b for b in self._ended if self._settled(b)]:
+            del self._ended[partition]
+            if partition not in self.partitions and partition not in self._early:
+                self.streams.routes.pop(partition, None)
 
     # ------------------------------------------------------------ mirrors that are here
 
@@ -560,26 +563,26 @@ class Machine:
         wanted = {m.id: m for m in placement.mirrors_at(self.me[0])} if self._alive(self.me) else {}
         self.torn &= {m.id for m in placement.mirrors}  # ids are never used again
         for id_ in [i for i in self._mirrors if i not in wanted]:
-            # Also one from which a bucket could be got: its owner may have confirmed pushes without it since.
+            # Also one from which a partition could be got: its owner may have confirmed pushes without it since.
             self._forget(id_)
         self._index()
-        # With no complete mirror of a bucket here, nobody can have levelled it: the owner is its source.
+        # With no complete mirror of a partition here, nobody can have levelled it: the owner is its source.
         for id_, mirror in wanted.items():
             if id_ not in self._mirrors and id_ not in self._used and id_ not in self.torn:
                 self._make(mirror)
         self._index()
-        for bucket, ids in self._by_bucket.items():
-            source, owner = self._sources.get(bucket), self._owner(bucket)
+        for partition, ids in self._by_partition.items():
+            source, owner = self._sources.get(partition), self._owner(partition)
             if source is None or (source.key != owner and not any(self._mirrors[i].complete for i in ids)):
-                self._sources[bucket] = _Source(placement.version, owner)
-                self._tails.drop(bucket)
+                self._sources[partition] = _Source(placement.version, owner)
+                self._tails.drop(partition)
         for held in list(self._mirrors.values()):
             if not held.complete and held.owners != self._owners(held.mirror):
                 self._forget(held.mirror.id)
                 self._make(held.mirror)
         self._index()
 
-    def _owners(self, mirror: Mirror) -> dict[BucketId, PeerKey]:
+    def _owners(self, mirror: Mirror) -> dict[PartitionId, PeerKey]:
         return {b: self._owner(b) for b in mirror.members}
 
     def _make(self, mirror: Mirror) -> None:
@@ -617,26 +620,26 @@ class Machine:
             self._index()
 
     def _index(self) -> None:
-        self._by_bucket = {}
+        self._by_partition = {}
         for id_, held in sorted(self._mirrors.items()):
-            for bucket in held.mirror.members:
-                self._by_bucket.setdefault(bucket, []).append(id_)
-        for bucket in [b for b in self._sources if b not in self._by_bucket]:
-            del self._sources[bucket]
-            self._tails.drop(bucket)
+            for partition in held.mirror.members:
+                self._by_partition.setdefault(partition, []).append(id_)
+        for partition in [b for b in self._sources if b not in self._by_partition]:
+            del self._sources[partition]
+            self._tails.drop(partition)
 
     # ------------------------------------------------------------ differences and contents come in
 
-    def followed(self) -> list[tuple[BucketId, PeerKey, list[int], bool]]:
+    def followed(self) -> list[tuple[PartitionId, PeerKey, list[int], bool]]:
         """Return (partition, source, mirrors here, whether tails are kept) of which ``feed`` does nothing with
         differences, the next in order, but apply them, and keep them. Good until the machine changes."""
         placement = self.placement
         if placement is None:
             return []
         return [
-            (bucket, self._sources[bucket].key, ids, bucket in self._several)
-            for bucket, ids in self._by_bucket.items()
-            if bucket in self._sources and self._alive(self._sources[bucket].key)
+            (partition, self._sources[partition].key, ids, partition in self._several)
+            for partition, ids in self._by_partition.items()
+            if partition in self._sources and self._alive(self._sources[partition].key)
         ]
 
     def feed(self, request: Feed, blobs: Sequence[Blob]) -> Fed | Moved:
@@ -657,10 +660,10 @@ class Machine:
         run: list[tuple[int, int]] = []  # differences to be applied together: (entry, mirror)
         for i, entry in enumerate(request.entries):
             mirror, again = request.mirrors[i], request.first + i < next_number
-            source = self._sources.get(entry.bucket)
+            source = self._sources.get(entry.partition)
             if entry.kind == StreamKind.CHANGE and not again and source is not None and source.key == sender:
                 codes[i] = AppendCode.NO_MIRROR
-                run += [(i, id_) for id_ in self._by_bucket.get(entry.bucket, ()) if not mirror or id_ == mirror]
+                run += [(i, id_) for id_ in self._by_partition.get(entry.partition, ()) if not mirror or id_ == mirror]
                 continue
             self._apply(run, request, blobs, codes)
             run.clear()
@@ -669,18 +672,18 @@ class Machine:
                 self._received[sender] = (request.stream, request.first + i + 1)
         self._apply(run, request, blobs, codes)
         self._received[sender] = (request.stream, max(next_number, request.first + len(codes)))
-        for bucket, seq in request.confirmed:
-            source = self._sources.get(bucket)
+        for partition, seq in request.confirmed:
+            source = self._sources.get(partition)
             if source is not None and source.key == sender:
-                self._tails.confirm(bucket, seq)
+                self._tails.confirm(partition, seq)
         return Fed(bytes(codes))
 
     def _take(self, sender: PeerKey, entry: StreamEntry, mirror: int, blob: Blob, again: bool) -> AppendCode:
-        if entry.bucket == REST:
+        if entry.partition == REST:
             return self._take_rest(entry, mirror, blob, again)
-        source = self._sources.get(entry.bucket)
+        source = self._sources.get(entry.partition)
         if source is None or source.key != sender:
-            if source is None and self._owner(entry.bucket) == sender:
+            if source is None and self._owner(entry.partition) == sender:
                 return AppendCode.NO_MIRROR
             return AppendCode.REFUSED
         if again:
@@ -699,41 +702,43 @@ class Machine:
                 continue  # nobody counts on it any more: as where no mirror is
             if done == AppendCode.GAP:
                 if held.complete:
-                    at = self.port.mirror_seq(id_, entry.bucket)
-                    self._tear(held, f"differences of partition {entry.bucket} between {at} and {entry.seq} never came")
+                    at = self.port.mirror_seq(id_, entry.partition)
+                    self._tear(
+                        held, f"differences of partition {entry.partition} between {at} and {entry.seq} never came"
+                    )
                     continue
                 done = AppendCode.APPLIED  # what is still to be swept has it
             if codes[i] != AppendCode.APPLIED:
                 codes[i] = done
-                if done == AppendCode.APPLIED and entry.bucket in self._several:
-                    self._tails.keep(entry.bucket, entry.seq, self.port.keep(blobs[i]))
+                if done == AppendCode.APPLIED and entry.partition in self._several:
+                    self._tails.keep(entry.partition, entry.seq, self.port.keep(blobs[i]))
 
     def _one_by_one(self, mirrors: Sequence[int], blobs: Sequence[Blob], which: Sequence[int]) -> Sequence[int]:
         return [self.port.mirror_apply(mirror, blobs[i]) for mirror, i in zip(mirrors, which, strict=True)]
 
     def _take_contents(self, entry: StreamEntry, mirror: int, blob: Blob) -> AppendCode:
         held = self._mirrors.get(mirror)
-        if held is None or held.torn or entry.bucket not in held.mirror.members:
+        if held is None or held.torn or entry.partition not in held.mirror.members:
             return AppendCode.NO_MIRROR
         recovery = held.recovery
         if recovery is not None and entry.sweep == recovery.sweep:
             self.arrived = self.arrived or entry.kind == StreamKind.SOME
-            if entry.bucket in recovery.folded or entry.bucket in recovery.lost:
+            if entry.partition in recovery.folded or entry.partition in recovery.lost:
                 return AppendCode.REPEAT
             if self.port.recover_fold(mirror, blob) == AppendCode.GAP:
                 recovery.torn = self.dirty = True
             elif entry.kind == StreamKind.MARKS:
-                recovery.folded.add(entry.bucket)
+                recovery.folded.add(entry.partition)
                 self.dirty = True
             self._look_at_heads(mirror, recovery)
             return AppendCode.APPLIED
         if entry.kind == StreamKind.SOME:
             return AppendCode.REPEAT
-        if held.complete or entry.sweep != held.sweep or entry.bucket in held.swept:
+        if held.complete or entry.sweep != held.sweep or entry.partition in held.swept:
             return AppendCode.REPEAT
         code = AppendCode(self.port.mirror_apply(mirror, blob))
         if entry.kind == StreamKind.MARKS:
-            held.swept.add(entry.bucket)
+            held.swept.add(entry.partition)
             if len(held.swept) == len(held.mirror.members):
                 if self.port.mirror_complete(mirror):
                     held.complete = True
@@ -775,19 +780,19 @@ class Machine:
             return self._want_rest(request, peer)
         if request.purpose == "rest":
             return self._want_rows_of_rest(request, peer)
-        if not self.serves(request.bucket):
+        if not self.serves(request.partition):
             return Moved(self.version)
         if request.purpose == "rows":
             return self._want_rows(request, peer)
-        wish = (peer, request.mirror, request.sweep, request.bucket)
+        wish = (peer, request.mirror, request.sweep, request.partition)
         if wish in self._wishes:
             return LogTaken()
         # Differences must go there from now on, or what follows the contents is lost.
-        if peer not in self.streams.routes.get(request.bucket, ()):
+        if peer not in self.streams.routes.get(request.partition, ()):
             return Moved(self.version)
         self._wishes.add(wish)
         target = SweepTarget(peer, request.mirror, request.sweep)
-        sweeps = self._sweeps.setdefault(request.bucket, deque())
+        sweeps = self._sweeps.setdefault(request.partition, deque())
         if sweeps and not sweeps[-1].begun:
             sweeps[-1].targets.append(target)
         elif sweeps and not sweeps[-1].bodies:
@@ -796,17 +801,17 @@ class Machine:
             sweeps[-1].tables.clear()
             sweeps[-1].todo.clear()
             sweeps[-1].lo = 0
-            self.streams.widen(request.bucket, self.port.ticket(), target)
+            self.streams.widen(request.partition, self.port.ticket(), target)
         else:
             sweeps.append(_FullSync([target]))
         return LogTaken()
 
     def _want_rows(self, request: Want, peer: PeerKey) -> LogTaken | Moved:
-        if peer not in self.streams.routes.get(request.bucket, ()):
+        if peer not in self.streams.routes.get(request.partition, ()):
             return Moved(self.version)
         slots = _slots(request.slots)
-        self.streams.some(request.bucket, SweepTarget(peer, request.mirror, request.sweep))
-        self.port.emit_slots(request.bucket, request.table, slots)
+        self.streams.some(request.partition, SweepTarget(peer, request.mirror, request.sweep))
+        self.port.emit_slots(request.partition, request.table, slots)
         return LogTaken()
 
     def _want_rows_of_rest(self, request: Want, peer: PeerKey) -> LogTaken | Moved:
@@ -836,68 +841,70 @@ class Machine:
         """Return the mirror here that is another row of the stripe which the request is about."""
         for held in self._mirrors.values():
             m = held.mirror
-            if m.id != request.mirror and set(request.lost) <= set(m.members) and request.bucket in m.members:
+            if m.id != request.mirror and set(request.lost) <= set(m.members) and request.partition in m.members:
                 return held
         return None
 
     def tail(self, request: FetchLog) -> tuple[Tailed | Moved, list[Blob]]:
-        """The new owner of a bucket levels its mirrors: from now on its differences alone are taken."""
+        """The new owner of a partition levels its mirrors: from now on its differences alone are taken."""
         sender = (request.sender, request.incarnation)
-        if request.version != self.version or self._owner(request.bucket) != sender:
+        if request.version != self.version or self._owner(request.partition) != sender:
             return Moved(self.version), []
-        source = self._sources.get(request.bucket)
+        source = self._sources.get(request.partition)
         if source is not None and source.version < request.version:
-            self._sources[request.bucket] = _Source(request.version, sender)
+            self._sources[request.partition] = _Source(request.version, sender)
         held = self._mirrors.get(request.mirror)
-        if held is None or not held.complete or request.bucket not in held.mirror.members:
+        if held is None or not held.complete or request.partition not in held.mirror.members:
             return Tailed(-1), []
-        kept = self._tails.after(request.bucket, request.seq)
-        entries = tuple(StreamEntry(request.bucket, seq, StreamKind.CHANGE, self.port.size(blob)) for seq, blob in kept)
-        return Tailed(self.port.mirror_seq(request.mirror, request.bucket), entries), [blob for _, blob in kept]
+        kept = self._tails.after(request.partition, request.seq)
+        entries = tuple(
+            StreamEntry(request.partition, seq, StreamKind.CHANGE, self.port.size(blob)) for seq, blob in kept
+        )
+        return Tailed(self.port.mirror_seq(request.mirror, request.partition), entries), [blob for _, blob in kept]
 
     def hand_over(self, request: HandOver) -> HandedOver | Moved:
         """The new owner asks for what is still on its way; ``done``: it has all."""
         if request.version > self.version:
             return Moved(self.version)
-        bucket = request.bucket
-        state = self.buckets.get(bucket)
+        partition = request.partition
+        state = self.partitions.get(partition)
         if state is None:
             return HandedOver(-1)
-        if state is MirrorState.SERVING or (bucket in self._gains and not request.done):
+        if state is MirrorState.SERVING or (partition in self._gains and not request.done):
             return HandedOver(-1) if request.done else Moved(self.version)
-        if not request.done and not self._flushed(bucket):
+        if not request.done and not self._flushed(partition):
             return Moved(self.version)
-        seq = self.port.seq(bucket)
+        seq = self.port.seq(partition)
         if request.done:
-            self._drop(bucket)
+            self._drop(partition)
         return HandedOver(seq)
 
-    def refused(self, bucket: BucketId, ticket: int) -> None:
+    def refused(self, partition: PartitionId, ticket: int) -> None:
         """A mirror's ps refuses our differences of it, up to ``ticket`` of the outbox: another ps owns it, by a
         placement that did not reach us yet. By ours it is still our own, so it is lacking from now on: should ours be
         the newest placement after all, every mirror will say so under it, and it is served again."""
-        if ticket < self._since.get(bucket, 0):
+        if ticket < self._since.get(partition, 0):
             return  # (made when we had it before)
-        if bucket in self._early:
+        if partition in self._early:
             for held in self._mirrors.values():
-                if held.recovery is not None and held.recovery.here and bucket in held.recovery.lost:
+                if held.recovery is not None and held.recovery.here and partition in held.recovery.lost:
                     held.recovery.torn = self.dirty = True
-        if not self.serves(bucket):
+        if not self.serves(partition):
             return
-        self._fence(bucket)
+        self._fence(partition)
         assert self.placement is not None
-        if self.placement.owner[bucket] == self.me[0] and self._alive(self.me):
-            self._gains[bucket] = _Gain(self.version)
+        if self.placement.owner[partition] == self.me[0] and self._alive(self.me):
+            self._gains[partition] = _Gain(self.version)
             self.dirty = True
 
     # ------------------------------------------------------------ rows on demand
 
-    def demand(self, bucket: BucketId, table: int, slots: Sequence[int]) -> bool:
+    def demand(self, partition: PartitionId, table: int, slots: Sequence[int]) -> bool:
         """Take in that somebody waits for these rows of a partition that is early. Whether there is something new to
         ask for."""
         for held in self._mirrors.values():
             recovery = held.recovery
-            if recovery is not None and recovery.here and bucket in recovery.lost:
+            if recovery is not None and recovery.here and partition in recovery.lost:
                 return self._demand(recovery, table, slots)
         return False
 
@@ -925,16 +932,16 @@ class Machine:
         v, (slot, life) = placement.version, self.me
         for id_, held in self._mirrors.items():
             if not held.complete:
-                for bucket in held.mirror.members:
-                    if bucket not in held.taken:
-                        want = Want(v, slot, life, id_, bucket, "build", sweep=held.sweep)
-                        out.append(Ask(self._owner(bucket), want))
+                for partition in held.mirror.members:
+                    if partition not in held.taken:
+                        want = Want(v, slot, life, id_, partition, "build", sweep=held.sweep)
+                        out.append(Ask(self._owner(partition), want))
             recovery = held.recovery
             if recovery is not None:
-                for bucket in recovery.owners:
-                    if bucket not in recovery.taken:
-                        want = Want(v, slot, life, id_, bucket, "fold", sweep=recovery.sweep)
-                        out.append(Ask(self._owner(bucket), want))
+                for partition in recovery.owners:
+                    if partition not in recovery.taken:
+                        want = Want(v, slot, life, id_, partition, "fold", sweep=recovery.sweep)
+                        out.append(Ask(self._owner(partition), want))
                 for d in recovery.demands:
                     for b in sorted(d.owed - {REST}):
                         want = Want(v, slot, life, id_, b, "rows", recovery.sweep, table=d.table, slots=d.slots)
@@ -948,16 +955,16 @@ class Machine:
                     sweep, peer = recovery.other
                     lost = recovery.lost
                     out.append(Ask(peer, Want(v, slot, life, id_, lost[0], "other", sweep=sweep, lost=lost)))
-        for bucket, gain in self._gains.items():
-            old = self._old_owner(bucket)
+        for partition, gain in self._gains.items():
+            old = self._old_owner(partition)
             if not gain.handed and old is not None:
-                out.append(Ask(old, HandOver(v, bucket)))
+                out.append(Ask(old, HandOver(v, partition)))
             if gain.levelling and not gain.level:
-                seq = self._level_of(bucket)
-                for other, peer in self._others(bucket):
+                seq = self._level_of(partition)
+                for other, peer in self._others(partition):
                     if other not in gain.tails:
-                        out.append(Ask(peer, FetchLog(v, slot, life, other, bucket, seq)))
-        out += [Ask(peer, HandOver(v, bucket, done=True)) for bucket, peer in self._goodbyes.items()]
+                        out.append(Ask(peer, FetchLog(v, slot, life, other, partition, seq)))
+        out += [Ask(peer, HandOver(v, partition, done=True)) for partition, peer in self._goodbyes.items()]
         return [a for a in out if self._alive(a.peer)]
 
     def answered(self, ask: Ask, answer: DataAnswer, blobs: Sequence[Blob] = ()) -> None:
@@ -967,54 +974,56 @@ class Machine:
             return  # about a placement that is over
         if isinstance(request, Want) and isinstance(answer, LogTaken):
             held = self._mirrors.get(request.mirror)
-            if held is None or (ask.peer != self._owner(request.bucket) and request.purpose not in ("other", "rest")):
+            if held is None or (
+                ask.peer != self._owner(request.partition) and request.purpose not in ("other", "rest")
+            ):
                 return
             recovery = held.recovery
             if request.purpose in ("rows", "rest"):
                 if recovery is not None and request.sweep in (recovery.sweep, (recovery.other or (0,))[0]):
-                    asked = request.bucket if request.purpose == "rows" else REST
+                    asked = request.partition if request.purpose == "rows" else REST
                     for d in recovery.demands:
                         if (d.table, d.slots) == (request.table, request.slots):
                             d.owed.discard(asked)
                     recovery.demands = [d for d in recovery.demands if d.owed]
                 return
             if request.purpose == "build" and request.sweep == held.sweep:
-                held.taken.add(request.bucket)
+                held.taken.add(request.partition)
             elif recovery is not None and request.purpose == "fold" and request.sweep == recovery.sweep:
-                recovery.taken.add(request.bucket)
+                recovery.taken.add(request.partition)
             elif recovery is not None and recovery.other == (request.sweep, ask.peer):
                 recovery.other_taken = True
         elif isinstance(request, HandOver) and isinstance(answer, HandedOver):
             if request.done:
-                self._goodbyes.pop(request.bucket, None)
-            elif request.bucket in self._gains:
-                self._gains[request.bucket].handed = True
-                if request.bucket in self._fenced and answer.seq >= 0:
-                    self._drop(request.bucket)  # it went on elsewhere: ours is old
+                self._goodbyes.pop(request.partition, None)
+            elif request.partition in self._gains:
+                self._gains[request.partition].handed = True
+                if request.partition in self._fenced and answer.seq >= 0:
+                    self._drop(request.partition)  # it went on elsewhere: ours is old
                 self.settle()
         elif isinstance(request, FetchLog) and isinstance(answer, Tailed):
-            gain = self._gains.get(request.bucket)
+            gain = self._gains.get(request.partition)
             if gain is not None and gain.levelling and not gain.level and request.mirror not in gain.tails:
-                self._level_with(request.bucket, gain, request.mirror, answer, blobs)
+                self._level_with(request.partition, gain, request.mirror, answer, blobs)
                 self.settle()
 
-    def loaded(self, bucket: BucketId, checkpoint: int, there: bool = True, failed: bool = False) -> None:
-        """A ``LoadSnapshot`` has ended. ``there``: the image is in the store, and the store owns the bucket; else
+    def loaded(self, partition: PartitionId, checkpoint: int, there: bool = True, failed: bool = False) -> None:
+        """A ``LoadSnapshot`` has ended. ``there``: the snapshot is in the store, and the store owns the partition; else
         nothing. ``failed``: nor will it be, if it is tried again under this map."""
-        self._loads.discard(bucket)
-        gain = self._gains.get(bucket)
-        wanted = gain is not None and self._image(bucket) == checkpoint and self._way(bucket) is None
+        self._loads.discard(partition)
+        gain = self._gains.get(partition)
+        wanted = gain is not None and self._snapshot(partition) == checkpoint and self._way(partition) is None
         if there and not wanted:
-            self.port.hand_over(bucket)
-            self.port.drop(bucket)
+            self.port.hand_over(partition)
+            self.port.drop(partition)
         elif there:
-            self._got(bucket, Arrival.LOADED)
+            self._got(partition, Arrival.LOADED)
         if gain is not None:
             gain.loading = False
             gain.stuck = gain.stuck or (failed and wanted)
         self.settle()
 
-    # ------------------------------------------------------------ buckets on their way here
+    # ------------------------------------------------------------ partitions on their way here
 
     def settle(self) -> None:
         """Go on wherever that is possible now."""
@@ -1023,9 +1032,9 @@ class Machine:
         before = -1
         while before != len(self._gains) or self._restart:  # one may have waited for another
             before, self._restart = len(self._gains), False
-            for bucket in list(self._gains):
-                if bucket in self._gains:
-                    self._go_on(bucket, self._gains[bucket])
+            for partition in list(self._gains):
+                if partition in self._gains:
+                    self._go_on(partition, self._gains[partition])
             for held in list(self._mirrors.values()):
                 if held.recovery is not None:
                     self._recovering(held)
@@ -1035,203 +1044,210 @@ class Machine:
             self._actions.append(ReportProgress())
         self._told = news
 
-    def _way(self, bucket: BucketId) -> int | None:
+    def _way(self, partition: PartitionId) -> int | None:
         """Return the complete mirror from which it can be had: better one of it alone."""
-        found = [i for i in self._by_bucket.get(bucket, ()) if self._mirrors[i].complete]
+        found = [i for i in self._by_partition.get(partition, ()) if self._mirrors[i].complete]
         return min(found, key=lambda i: (len(self._mirrors[i].mirror.members), i), default=None)
 
-    def _image(self, bucket: BucketId) -> int | None:
+    def _snapshot(self, partition: PartitionId) -> int | None:
         assert self.placement is not None
-        return next((c for b, c in self.placement.images if b == bucket), None)
+        return next((c for b, c in self.placement.snapshots if b == partition), None)
 
-    def _old_owner(self, bucket: BucketId) -> PeerKey | None:
-        """Who fed our mirror, or got the bucket after us; None if that was nobody, or it lives no more."""
-        fenced = self._fenced.get(bucket)
+    def _old_owner(self, partition: PartitionId) -> PeerKey | None:
+        """Who fed our mirror, or got the partition after us; None if that was nobody, or it lives no more."""
+        fenced = self._fenced.get(partition)
         if fenced is not None:
             return fenced.to if fenced.to is not None and fenced.to != self.me and self._alive(fenced.to) else None
-        if self._way(bucket) is None:
+        if self._way(partition) is None:
             return None
-        source = self._sources.get(bucket)
+        source = self._sources.get(partition)
         if source is None or source.key == self.me or not self._alive(source.key):
             return None
         return source.key
 
-    def _go_on(self, bucket: BucketId, gain: _Gain) -> None:
+    def _go_on(self, partition: PartitionId, gain: _Gain) -> None:
         assert self.placement is not None
-        if bucket in self._loads or bucket in self._early or not self._settled(bucket):
+        if partition in self._loads or partition in self._early or not self._settled(partition):
             return
-        mirror = self._way(bucket)
-        fenced = bucket in self._fenced
-        if fenced and mirror is None and self._fenced[bucket].to is not None and self._image(bucket) is not None:
-            self._drop(bucket)  # others had it meanwhile, and it goes on from their image
+        mirror = self._way(partition)
+        fenced = partition in self._fenced
+        if (
+            fenced
+            and mirror is None
+            and self._fenced[partition].to is not None
+            and self._snapshot(partition) is not None
+        ):
+            self._drop(partition)  # others had it meanwhile, and it goes on from their snapshot
             fenced = False
         if fenced and mirror is not None and len(self._mirrors[mirror].mirror.members) == 1:
-            self._drop(bucket)  # the mirror is newer
+            self._drop(partition)  # the mirror is newer
             fenced = False
         if not fenced and mirror is None:
-            self._without_mirror(bucket, gain)
+            self._without_mirror(partition, gain)
             return
-        if not gain.handed and self._old_owner(bucket) is not None:
+        if not gain.handed and self._old_owner(partition) is not None:
             return
         if not gain.levelling:
             gain.levelling = True
-            if bucket in self._by_bucket:
-                self._sources[bucket] = _Source(self.placement.version, self.me)
+            if partition in self._by_partition:
+                self._sources[partition] = _Source(self.placement.version, self.me)
         if not gain.level:
-            others = self._others(bucket)
+            others = self._others(partition)
             if any(other not in gain.tails for other, _ in others):
                 return
-            self._level(bucket, gain, others)
+            self._level(partition, gain, others)
             gain.level = True
         if fenced:
-            self._resume(bucket, gain)
+            self._resume(partition, gain)
         else:
             assert mirror is not None
             held = self._mirrors[mirror]
             if len(held.mirror.members) == 1:
-                self._promote(bucket, mirror)
+                self._promote(partition, mirror)
             elif held.recovery is None or held.recovery.asker is not None:
-                lost = tuple(b for b in held.mirror.members if b in self._gains and b not in self.buckets)
+                lost = tuple(b for b in held.mirror.members if b in self._gains and b not in self.partitions)
                 if all(self._gains[b].level and self._way(b) == mirror for b in lost):
                     if held.recovery is not None:
                         self.port.recover_end(mirror, True)
                     self._recover(held, lost)
 
-    def _without_mirror(self, bucket: BucketId, gain: _Gain) -> None:
+    def _without_mirror(self, partition: PartitionId, gain: _Gain) -> None:
         assert self.placement is not None
-        image = self._image(bucket)
-        if image:
+        snapshot = self._snapshot(partition)
+        if snapshot:
             if not gain.loading and not gain.stuck:
                 gain.loading = True
-                self._loads.add(bucket)
-                self._actions.append(LoadSnapshot(bucket, image))
-        elif image == 0 or self.placement.route == 1:
-            self.port.own(bucket)
-            self._got(bucket, Arrival.NEW if self.placement.route == 1 else Arrival.BEGUN)
-        elif not gain.stuck and not any(bucket in h.mirror.members for h in self._mirrors.values()):
+                self._loads.add(partition)
+                self._actions.append(LoadSnapshot(partition, snapshot))
+        elif snapshot == 0 or self.placement.route == 1:
+            self.port.own(partition)
+            self._got(partition, Arrival.NEW if self.placement.route == 1 else Arrival.BEGUN)
+        elif not gain.stuck and not any(partition in h.mirror.members for h in self._mirrors.values()):
             gain.stuck = True
-            here = f"placement {self.version} gives ps:{self.me[0]} partition {bucket}"
+            here = f"placement {self.version} gives ps:{self.me[0]} partition {partition}"
             why = f"{here}: no mirror is here and no snapshot is named"
-            self._actions.append(Stuck(bucket, why))
+            self._actions.append(Stuck(partition, why))
 
-    def _got(self, bucket: BucketId, how: Arrival) -> None:
-        self.buckets[bucket] = MirrorState.SERVING
-        self._gains.pop(bucket)
+    def _got(self, partition: PartitionId, how: Arrival) -> None:
+        self.partitions[partition] = MirrorState.SERVING
+        self._gains.pop(partition)
         if how is not Arrival.NEW:
-            self.gained[bucket] = (self.version, how)
-        if bucket in self._early:
-            self._early.remove(bucket)
-            self._actions.append(Whole(bucket))
+            self.gained[partition] = (self.version, how)
+        if partition in self._early:
+            self._early.remove(partition)
+            self._actions.append(Whole(partition))
             return
-        self._since[bucket] = self.port.ticket()
-        self._actions.append(Acquired(bucket, how))
-        self.streams.routes.pop(bucket, None)
+        self._since[partition] = self.port.ticket()
+        self._actions.append(Acquired(partition, how))
+        self.streams.routes.pop(partition, None)
         self._route()
 
-    def _got_early(self, bucket: BucketId) -> None:
-        self._early.add(bucket)
-        self._since[bucket] = self.port.ticket()
-        self._actions.append(Acquired(bucket, Arrival.REBUILT))
-        self.streams.routes.pop(bucket, None)
+    def _got_early(self, partition: PartitionId) -> None:
+        self._early.add(partition)
+        self._since[partition] = self.port.ticket()
+        self._actions.append(Acquired(partition, Arrival.REBUILT))
+        self.streams.routes.pop(partition, None)
         self._route()
 
-    def _end_early(self, bucket: BucketId) -> None:
+    def _end_early(self, partition: PartitionId) -> None:
         """It is dropped; what it made goes on to its mirrors, and it does not come back before they have it."""
-        self._early.remove(bucket)
-        self._actions.append(Released(bucket, self.port.seq(bucket)))
-        self._ended[bucket] = self.port.ticket()
-        if bucket in self._gains:
-            self._gains[bucket] = _Gain(self.version)
+        self._early.remove(partition)
+        self._actions.append(Released(partition, self.port.seq(partition)))
+        self._ended[partition] = self.port.ticket()
+        if partition in self._gains:
+            self._gains[partition] = _Gain(self.version)
 
-    def _settled(self, bucket: BucketId) -> bool:
+    def _settled(self, partition: PartitionId) -> bool:
         """Whether all that it made while it was early, the last time, is confirmed or refused."""
-        ticket = self._ended.get(bucket)
-        return ticket is None or (self.streams.next_ticket >= ticket and not self.streams.owes(bucket))
+        ticket = self._ended.get(partition)
+        return ticket is None or (self.streams.next_ticket >= ticket and not self.streams.owes(partition))
 
-    def _promote(self, bucket: BucketId, mirror: int) -> None:
-        self.port.promote(mirror, bucket)
+    def _promote(self, partition: PartitionId, mirror: int) -> None:
+        self.port.promote(mirror, partition)
         held = self._mirrors.pop(mirror)
         self._used.add(mirror)
         self._index()
-        self._bid_farewell(bucket, held.owners[bucket])
-        self._got(bucket, Arrival.PROMOTED)
+        self._bid_farewell(partition, held.owners[partition])
+        self._got(partition, Arrival.PROMOTED)
 
-    def _bid_farewell(self, bucket: BucketId, old: PeerKey) -> None:
+    def _bid_farewell(self, partition: PartitionId, old: PeerKey) -> None:
         if old != self.me and self._alive(old):
-            self._goodbyes[bucket] = old
+            self._goodbyes[partition] = old
 
-    def _resume(self, bucket: BucketId, gain: _Gain) -> None:
+    def _resume(self, partition: PartitionId, gain: _Gain) -> None:
         """It is ours again before anybody else had it: the other mirrors have nothing beyond it."""
-        if not self._flushed(bucket):
+        if not self._flushed(partition):
             return
-        if max(gain.tails.values(), default=-1) > self.port.seq(bucket):
+        if max(gain.tails.values(), default=-1) > self.port.seq(partition):
             if not gain.stuck:
                 gain.stuck = True
-                why = f"partition {bucket} is at {self.port.seq(bucket)} here, a mirror of it is ahead"
-                self._actions.append(Stuck(bucket, why))
+                why = f"partition {partition} is at {self.port.seq(partition)} here, a mirror of it is ahead"
+                self._actions.append(Stuck(partition, why))
             return
-        self.port.resume(bucket)
-        self._fenced.pop(bucket, None)
-        self._got(bucket, Arrival.RESUMED)
+        self.port.resume(partition)
+        self._fenced.pop(partition, None)
+        self._got(partition, Arrival.RESUMED)
 
     # ------------------------------------------------------------ levelling
 
-    def _others(self, bucket: BucketId) -> list[tuple[int, PeerKey]]:
+    def _others(self, partition: PartitionId) -> list[tuple[int, PeerKey]]:
         """Return the mirrors of it at other living ps."""
         assert self.placement is not None
-        found = [(m.id, self._key(m.at)) for m in self.placement.mirrors_of(bucket)]
+        found = [(m.id, self._key(m.at)) for m in self.placement.mirrors_of(partition)]
         return [(m, at) for m, at in found if at is not None and at != self.me]
 
-    def _level_of(self, bucket: BucketId) -> int:
+    def _level_of(self, partition: PartitionId) -> int:
         """Return how far our best copy of it is."""
-        mirror = self._way(bucket)
+        mirror = self._way(partition)
         if mirror is not None:
-            return self.port.mirror_seq(mirror, bucket)
-        return self.port.seq(bucket) if bucket in self.buckets else -1
+            return self.port.mirror_seq(mirror, partition)
+        return self.port.seq(partition) if partition in self.partitions else -1
 
-    def _level_with(self, bucket: BucketId, gain: _Gain, mirror: int, answer: Tailed, blobs: Sequence[Blob]) -> None:
+    def _level_with(
+        self, partition: PartitionId, gain: _Gain, mirror: int, answer: Tailed, blobs: Sequence[Blob]
+    ) -> None:
         gain.tails[mirror] = answer.seq
-        if bucket in self.buckets:
+        if partition in self.partitions:
             return
         for entry, blob in zip(answer.entries, blobs, strict=True):
-            if entry.seq <= self._level_of(bucket):
+            if entry.seq <= self._level_of(partition):
                 continue
             kept = self.port.keep(blob)
-            for id_ in self._by_bucket[bucket]:
+            for id_ in self._by_partition[partition]:
                 held = self._mirrors[id_]
                 if held.complete and self.port.mirror_apply(id_, kept) == AppendCode.GAP:
                     self._tear(
-                        held, f"the tail of mirror {mirror} leaves a gap before {entry.seq} of partition {bucket}"
+                        held, f"the tail of mirror {mirror} leaves a gap before {entry.seq} of partition {partition}"
                     )
-            self._tails.keep(bucket, entry.seq, kept)
-        if self._level_of(bucket) < answer.seq:
-            # It cannot be brought to the same point: the other one is the newer, and the bucket is to be had there.
-            for id_ in self._by_bucket.get(bucket, ()):
+            self._tails.keep(partition, entry.seq, kept)
+        if self._level_of(partition) < answer.seq:
+            # It cannot be brought to the same point: the other one is the newer, and the partition is to be had there.
+            for id_ in self._by_partition.get(partition, ()):
                 if self._mirrors[id_].complete:
-                    why = f"the tail of mirror {mirror} does not reach {answer.seq} of partition {bucket}"
+                    why = f"the tail of mirror {mirror} does not reach {answer.seq} of partition {partition}"
                     self._tear(self._mirrors[id_], why)
 
-    def _level(self, bucket: BucketId, gain: _Gain, others: list[tuple[int, PeerKey]]) -> None:
+    def _level(self, partition: PartitionId, gain: _Gain, others: list[tuple[int, PeerKey]]) -> None:
         """Everybody else gets what it lacks."""
-        top = self._level_of(bucket)
+        top = self._level_of(partition)
         for mirror, peer in others:
             seq = gain.tails[mirror]
             if seq < 0 or seq >= top:
                 continue
-            lacking = self._tails.after(bucket, seq)
+            lacking = self._tails.after(partition, seq)
             if not lacking or lacking[0][0] != seq + 1:  # it lacks more than anybody kept for it
                 self.torn.add(mirror)
-                why = f"it has partition {bucket} up to {seq}, ours is at {top}, what is between is kept nowhere"
+                why = f"it has partition {partition} up to {seq}, ours is at {top}, what is between is kept nowhere"
                 self._actions.append(Torn(mirror, f"mirror {mirror} at ps:{peer[0]} is made again: {why}"))
                 continue
             for s, blob in lacking:
                 self.streams.send(
-                    peer, StreamItem(-1, bucket, s, StreamKind.CHANGE, mirror, 0, blob, self.port.size(blob))
+                    peer, StreamItem(-1, partition, s, StreamKind.CHANGE, mirror, 0, blob, self.port.size(blob))
                 )
 
     # ------------------------------------------------------------ recovery out of a stripe
 
-    def _recover(self, held: _HeldMirror, lost: tuple[BucketId, ...], asker: SweepTarget | None = None) -> None:
+    def _recover(self, held: _HeldMirror, lost: tuple[PartitionId, ...], asker: SweepTarget | None = None) -> None:
         """Begin to fold the living members out of a copy of the mirror."""
         mirror = held.mirror
         living = {b: self._owner(b) for b in mirror.members if b not in lost}
@@ -1264,7 +1280,7 @@ class Machine:
         changed = any(self._owner(b) != owner and b not in recovery.folded for b, owner in recovery.owners.items())
         gone = recovery.other is not None and not recovery.other_done and not self._alive(recovery.other[1])
         if recovery.here:
-            lost = tuple(b for b in held.mirror.members if b in self._gains and b not in self.buckets)
+            lost = tuple(b for b in held.mirror.members if b in self._gains and b not in self.partitions)
             self._say_torn(held, recovery)
             if changed or gone or lost != recovery.lost or recovery.torn:
                 self._abort(held)
@@ -1272,14 +1288,14 @@ class Machine:
                 return
             if not recovery.early and self.port.recover_heads(id_):
                 recovery.early = True
-                for bucket in lost:
-                    self._got_early(bucket)
+                for partition in lost:
+                    self._got_early(partition)
             if len(recovery.folded) < len(recovery.owners) or (recovery.other is not None and not recovery.other_done):
                 return
             self.port.recover_end(id_, False)
             held.recovery = None
-            for bucket in lost:
-                self._got(bucket, Arrival.REBUILT)
+            for partition in lost:
+                self._got(partition, Arrival.REBUILT)
             return
         assert recovery.asker is not None
         self._say_torn(held, recovery)
@@ -1305,9 +1321,9 @@ class Machine:
 
     def _abort(self, held: _HeldMirror) -> None:
         assert held.recovery is not None
-        for bucket in held.recovery.lost:
-            if bucket in self._early and held.recovery.here:
-                self._end_early(bucket)
+        for partition in held.recovery.lost:
+            if partition in self._early and held.recovery.here:
+                self._end_early(partition)
         self.port.recover_end(held.mirror.id, True)
         held.recovery = None
 
@@ -1322,8 +1338,8 @@ class Machine:
             asker = recovery.asker if recovery is not None else None
             if recovery is not None and asker is not None and self._send_promised(held, recovery, asker):
                 return True
-        for bucket in list(self._sweeps):
-            if self._sweep_bucket(bucket):
+        for partition in list(self._sweeps):
+            if self._sweep_partition(partition):
                 return True
         for held in self._mirrors.values():
             recovery = held.recovery
@@ -1332,14 +1348,14 @@ class Machine:
                 return True
         return False
 
-    def _sweep_bucket(self, bucket: BucketId) -> bool:
+    def _sweep_partition(self, partition: PartitionId) -> bool:
         """False: it has to wait."""
-        sweeps = self._sweeps.pop(bucket)
+        sweeps = self._sweeps.pop(partition)
         sweep = sweeps[0]
         if not sweep.begun:
             sweep.begun = True
             sweep.ticket = self.port.ticket()
-            self.streams.sweep(bucket, sweep.ticket, sweep.targets)
+            self.streams.sweep(partition, sweep.ticket, sweep.targets)
         if not sweep.todo:
             # Also tables that were declared since: a difference of a table that was not swept is dropped there.
             new = [t for t in self.port.tables() if t not in sweep.tables]
@@ -1348,20 +1364,20 @@ class Machine:
         if sweep.todo:
             kind, table = sweep.todo[0]
             sweep.bodies |= kind is StreamKind.BODIES
-            sweep.lo = self.port.emit(bucket, kind, table, sweep.lo)
+            sweep.lo = self.port.emit(partition, kind, table, sweep.lo)
             if sweep.lo < 0:
                 sweep.todo.pop(0)
                 sweep.lo = 0
         elif self.streams.done_ticket < sweep.ticket:
             # A new mirror keeps no differences from before its contents: with one that lacks some of them it could
             # never be levelled. So it is not complete before all others have those.
-            self._sweeps[bucket] = sweeps
+            self._sweeps[partition] = sweeps
             return False
         else:
-            self.port.emit_marks(bucket)
+            self.port.emit_marks(partition)
             sweeps.popleft()
         if sweeps:
-            self._sweeps[bucket] = sweeps  # behind the others: they take turns
+            self._sweeps[partition] = sweeps  # behind the others: they take turns
         return True
 
     def _send_rest(self, asker: SweepTarget, kind: StreamKind, blob: Blob) -> None:
@@ -1407,7 +1423,7 @@ class Machine:
             self.me[0],
             self.me[1],
             (),
-            tuple(StreamEntry(i.bucket, i.seq, i.kind, i.size_bytes, i.sweep) for i in batch.items),
+            tuple(StreamEntry(i.partition, i.seq, i.kind, i.size_bytes, i.sweep) for i in batch.items),
             tuple(i.mirror for i in batch.items),
             batch.confirmed,
             batch.first,

@@ -25,19 +25,19 @@ from numpy.typing import NDArray
 from everstep.bounds import MALFORMED
 from everstep.config.load import read_spec
 from everstep.errors import CheckpointError, StorageError, UntrustedError
-from everstep.model.image import MANIFEST_VERSION, REPLICA_VERSION, BucketImage, ImageFile, Manifest
+from everstep.model.snapshot import MANIFEST_VERSION, REPLICA_VERSION, CheckpointFile, Manifest, PartitionSnapshot
 from everstep.policies.retention import unneeded_files
-from everstep.protect.imagefile import (
-    ImageFileWriter,
-    ImageHead,
+from everstep.protect.replicafile import read_replica_file
+from everstep.protect.snapshot_file import (
     MarksBlob,
     PageLayout,
     Pages,
     Rows,
+    SnapshotFileWriter,
+    SnapshotHead,
     checksum,
-    read_image_file,
+    read_snapshot_file,
 )
-from everstep.protect.replicafile import read_replica_file
 from everstep.storage.places import StoragePlace, open_place
 
 MANIFEST_MAX_BYTES = 256 << 20
@@ -45,7 +45,7 @@ CHECKPOINTS = "checkpoints"
 """Under the run directory, unless the job says another place."""
 
 _NAME = re.compile(r"manifest-(\d{6,})\.json")
-_IMAGE = re.compile(r"images/(\d{6,})/\.?(?:bucket|replica)-")
+_SNAPSHOT = re.compile(r"images/(\d{6,})/\.?(?:bucket|replica)-")
 _DELETABLE = re.compile(r"images/[0-9]{6,}/\.?(?:bucket|replica)-[A-Za-z0-9._-]+")
 _SUM = b"blake2b-128 "
 _CODE = re.compile(rb',"code":"([0-9a-f]{64})"\}\n\Z')
@@ -200,7 +200,7 @@ def read_manifest(place: StoragePlace, checkpoint: int, trust: ManifestTrust | N
 
 
 @contextmanager
-def reading(place: StoragePlace, file: ImageFile, needed: str) -> Iterator[BinaryIO]:
+def reading(place: StoragePlace, file: CheckpointFile, needed: str) -> Iterator[BinaryIO]:
     """Yield the file to read from. Raises CheckpointError if it is not there (``needed``: what needs it),
     StorageError."""
     try:
@@ -216,7 +216,7 @@ def problems(
     *,
     deep: bool = True,
     sizes: dict[str, int] | None = None,
-    known: dict[ImageFile, str] | None = None,
+    known: dict[CheckpointFile, str] | None = None,
 ) -> Iterator[str]:
     """Yield what is wrong with a checkpoint, a line for each offender; nothing: it is complete and intact.
 
@@ -232,34 +232,34 @@ def problems(
             known[file] = _replica_problem(place, manifest, file, sizes, deep)
         if known[file]:
             yield known[file]
-        if not manifest.images:
+        if not manifest.snapshots:
             return
     yield from _incomplete(manifest)
-    for image in manifest.images:
-        for i, file in enumerate(image.files):
+    for snapshot in manifest.snapshots:
+        for i, file in enumerate(snapshot.files):
             if file not in known or not deep:
-                known[file] = _file_problem(place, manifest, image, i, sizes, deep)
+                known[file] = _file_problem(place, manifest, snapshot, i, sizes, deep)
             if known[file]:
                 yield known[file]
 
 
 def _incomplete(manifest: Manifest) -> Iterator[str]:
     name = manifest_name(manifest.checkpoint)
-    have = [image.bucket for image in manifest.images]
-    missing = sorted(set(range(manifest.buckets)) - set(have))
+    have = [snapshot.partition for snapshot in manifest.snapshots]
+    missing = sorted(set(range(manifest.partitions)) - set(have))
     if missing:
         yield f"{name} has no snapshot of partition{'s' * (len(missing) > 1)} {', '.join(map(str, missing[:8]))}" + (
             f" and {len(missing) - 8} more" if len(missing) > 8 else ""
         )
     if len(set(have)) != len(have):
         yield f"{name} has two snapshots of a partition"
-    for image in manifest.images:
-        if not image.files:
-            yield f"{name}: the snapshot of partition {image.bucket} has no files"
+    for snapshot in manifest.snapshots:
+        if not snapshot.files:
+            yield f"{name}: the snapshot of partition {snapshot.partition} has no files"
 
 
 def _replica_problem(
-    place: StoragePlace, manifest: Manifest, file: ImageFile, sizes: dict[str, int], deep: bool
+    place: StoragePlace, manifest: Manifest, file: CheckpointFile, sizes: dict[str, int], deep: bool
 ) -> str:
     where = f"{place.url}/{file.path}"
     needed = f"checkpoint {manifest.checkpoint} is that file"
@@ -275,7 +275,7 @@ def _replica_problem(
     return ""
 
 
-def _size_problem(where: str, file: ImageFile, sizes: dict[str, int], needed: str) -> str:
+def _size_problem(where: str, file: CheckpointFile, sizes: dict[str, int], needed: str) -> str:
     size = sizes.get(file.path)
     if size is None:
         return f"{where} is missing: {needed}"
@@ -286,20 +286,21 @@ def _size_problem(where: str, file: ImageFile, sizes: dict[str, int], needed: st
 
 
 def _file_problem(
-    place: StoragePlace, manifest: Manifest, image: BucketImage, i: int, sizes: dict[str, int], deep: bool
+    place: StoragePlace, manifest: Manifest, snapshot: PartitionSnapshot, i: int, sizes: dict[str, int], deep: bool
 ) -> str:
-    file = image.files[i]
+    file = snapshot.files[i]
     where = f"{place.url}/{file.path}"
-    needed = f"checkpoint {manifest.checkpoint} needs it for partition {image.bucket}"
+    needed = f"checkpoint {manifest.checkpoint} needs it for partition {snapshot.partition}"
     wrong = _size_problem(where, file, sizes, needed)
     if wrong or not deep:
         return wrong
     try:
         with reading(place, file, needed) as stream:
-            for part in read_image_file(stream, where, file):
-                if isinstance(part, ImageHead) and (part.bucket, part.base) != (image.bucket, i == 0):
+            for part in read_snapshot_file(stream, where, file):
+                if isinstance(part, SnapshotHead) and (part.partition, part.base) != (snapshot.partition, i == 0):
                     what = "full snapshot" if part.base else "incremental snapshot"
-                    return f"{where} is {what} of partition {part.bucket}, not file {i} of partition {image.bucket}"
+                    expected = f"file {i} of partition {snapshot.partition}"
+                    return f"{where} is {what} of partition {part.partition}, not {expected}"
     except CheckpointError as error:
         return str(error)
     return ""
@@ -316,13 +317,13 @@ def latest_intact(
 ) -> Manifest:
     """Return the newest checkpoint that is complete and intact; ``tell`` gets a line for each newer one that is not.
 
-    ``deep``: every byte is read; without it a flipped bit is found later, when its bucket is loaded. ``trust``: what
+    ``deep``: every byte is read; without it a flipped bit is found later, when its partition is loaded. ``trust``: what
     may be loaded. ``also``: more that may be wrong with one. ``below``: only those with a smaller number (0: all).
     Raises CheckpointError: there is none. StorageError: the place cannot be read.
     """
     first = ""
     sizes = place.sizes()
-    known: dict[ImageFile, str] = {}
+    known: dict[CheckpointFile, str] = {}
     for checkpoint in reversed(need_checkpoints(place)):
         if below and checkpoint >= below:
             continue
@@ -343,9 +344,9 @@ def latest_intact(
 
 
 def drop_checkpoints(place: StoragePlace, checkpoints: Collection[int]) -> int:
-    """Deletes these checkpoints, and every image that no other one needs; how many images went. Also goes what is left
-    of checkpoints that were begun before the newest one and given up. Manifests go first: a checkpoint is there or not,
-    never without its files. Harmless when repeated. Raises StorageError.
+    """Deletes these checkpoints, and every snapshot that no other one needs; how many snapshots went. Also goes what is
+    left of checkpoints that were begun before the newest one and given up. Manifests go first: a checkpoint is there or
+    not, never without its files. Harmless when repeated. Raises StorageError.
     """
     gone: list[Manifest] = []
     kept: list[Manifest] = []
@@ -359,22 +360,22 @@ def drop_checkpoints(place: StoragePlace, checkpoints: Collection[int]) -> int:
         place.delete(manifest_name(checkpoint))
     files = unneeded_files(gone, kept) | _left_over(place, kept)
     for path in sorted(files):
-        _delete_image(place, path)
+        _delete_snapshot(place, path)
     return len(files)
 
 
-def _delete_image(place: StoragePlace, path: str) -> None:
-    """Delete a file of an image; whatever manifests say, nothing else of the place, and nothing outside of it."""
+def _delete_snapshot(place: StoragePlace, path: str) -> None:
+    """Delete a file of a snapshot; whatever manifests say, nothing else of the place, and nothing outside of it."""
     if not _DELETABLE.fullmatch(path):
         raise StorageError(f"{place.url}: {path!r} is no file of a checkpoint: nothing is deleted", passing=False)
     place.delete(path)
 
 
 def _left_over(place: StoragePlace, manifests: Collection[Manifest]) -> set[str]:
-    """Images that no manifest names, of checkpoints older than the newest: nobody will name them any more."""
+    """Snapshots that no manifest names, of checkpoints older than the newest: nobody will name them any more."""
     newest = max((m.checkpoint for m in manifests), default=0)
     named = {file.path for m in manifests for file in m.files()}
-    found = ((path, _IMAGE.match(path)) for path in place.sizes())
+    found = ((path, _SNAPSHOT.match(path)) for path in place.sizes())
     return {path for path, of in found if of and int(of[1]) < newest and path not in named}
 
 
@@ -382,30 +383,30 @@ def _left_over(place: StoragePlace, manifests: Collection[Manifest]) -> set[str]
 
 
 def compact(place: StoragePlace, manifest: Manifest, key: bytes = b"") -> Manifest:
-    """Merges each bucket's base and increments into one new base, without any ps, writes the manifest anew under its
+    """Merges each partition's base and increments into one new base, without any ps, writes the manifest anew under its
     number (``key``: see ``encode_manifest``), then deletes the files that no checkpoint needs any more. Not for the
     newest checkpoint of a running job: its ps go on from the old files. Raises CheckpointError, StorageError.
     """
-    images = tuple(i if len(i.files) == 1 else _merged(place, manifest, i) for i in manifest.images)
-    if images == manifest.images:
+    snapshots = tuple(i if len(i.files) == 1 else _merged(place, manifest, i) for i in manifest.snapshots)
+    if snapshots == manifest.snapshots:
         return manifest
-    new = msgspec.structs.replace(manifest, images=images, base=0)
+    new = msgspec.structs.replace(manifest, snapshots=snapshots, base=0)
     write_manifest(place, new, key)
     try:
         kept = [read_manifest(place, number) for number in list_checkpoints(place)]
     except CheckpointError:
         return new  # whose files are whose cannot be told: all stay
     for path in sorted(unneeded_files([manifest], kept)):
-        _delete_image(place, path)
+        _delete_snapshot(place, path)
     return new
 
 
-def _merged(place: StoragePlace, manifest: Manifest, image: BucketImage) -> BucketImage:
-    newest = image.files[-1].checksum[:8]
-    path = f"images/{manifest.checkpoint:06d}/bucket-{image.bucket:04d}-merged-{newest}.img"
-    whole = assemble(place, image)
+def _merged(place: StoragePlace, manifest: Manifest, snapshot: PartitionSnapshot) -> PartitionSnapshot:
+    newest = snapshot.files[-1].checksum[:8]
+    path = f"images/{manifest.checkpoint:06d}/bucket-{snapshot.partition:04d}-merged-{newest}.img"
+    whole = assemble(place, snapshot)
     with place.create(path) as file:
-        out = ImageFileWriter(file.write)
+        out = SnapshotFileWriter(file.write)
         out.head(msgspec.structs.replace(whole.head, base=True))
         out.marks(whole.marks)
         for table in whole.pages:
@@ -413,15 +414,15 @@ def _merged(place: StoragePlace, manifest: Manifest, image: BucketImage) -> Buck
                 out.pages(table, pages.layout, pages.numbers, pages.data)
         out.end()
         file.commit()
-    merged = out.image_file(path)
-    return msgspec.structs.replace(image, files=(merged,), bytes_written=merged.size_bytes)
+    merged = out.checkpoint_file(path)
+    return msgspec.structs.replace(snapshot, files=(merged,), bytes_written=merged.size_bytes)
 
 
 class Assembled(NamedTuple):
     """Is a partition as its snapshot has it: head and marks of the newest file; pages by table and number, each uint8
     [page_bytes], without those that no row is in."""
 
-    head: ImageHead
+    head: SnapshotHead
     marks: bytes
     layouts: dict[int, PageLayout]
     pages: dict[int, dict[int, NDArray[np.uint8]]]
@@ -436,24 +437,24 @@ class Assembled(NamedTuple):
             yield Pages(table, layout, part, np.stack([pages[n] for n in part]))
 
 
-def assemble(place: StoragePlace, image: BucketImage) -> Assembled:
-    """Base and increments put together, all checked before anything is returned; the whole bucket is in memory. Raises
-    CheckpointError (a file is missing, cut, changed, not of this bucket), StorageError.
+def assemble(place: StoragePlace, snapshot: PartitionSnapshot) -> Assembled:
+    """Base and increments put together, all checked before anything is returned; the whole partition is in memory.
+    Raises CheckpointError (a file is missing, cut, changed, not of this partition), StorageError.
     """
-    head: ImageHead | None = None
+    head: SnapshotHead | None = None
     marks = b""
     layouts: dict[int, PageLayout] = {}
     pages: dict[int, dict[int, NDArray[np.uint8]]] = {}
-    for i, file in enumerate(image.files):
+    for i, file in enumerate(snapshot.files):
         where = f"{place.url}/{file.path}"
-        with reading(place, file, f"the snapshot of partition {image.bucket} needs it") as stream:
-            for part in read_image_file(stream, where, file):
+        with reading(place, file, f"the snapshot of partition {snapshot.partition} needs it") as stream:
+            for part in read_snapshot_file(stream, where, file):
                 match part:
-                    case ImageHead():
+                    case SnapshotHead():
                         head = part
-                        if part.bucket != image.bucket or part.base != (i == 0):
+                        if part.partition != snapshot.partition or part.base != (i == 0):
                             raise CheckpointError(
-                                f"{where} is not file {i} of the snapshot of partition {image.bucket}"
+                                f"{where} is not file {i} of the snapshot of partition {snapshot.partition}"
                             )
                     case MarksBlob():
                         marks = bytes(part)
@@ -465,9 +466,9 @@ def assemble(place: StoragePlace, image: BucketImage) -> Assembled:
                             of_table.update(zip(part.numbers, part.data, strict=True))
                         else:
                             _patch(of_table, part)
-    if head is None or head.seq != image.seq:
+    if head is None or head.seq != snapshot.seq:
         raise CheckpointError(
-            f"{place.url}: the files of partition {image.bucket} are not the snapshot of seq {image.seq}"
+            f"{place.url}: the files of partition {snapshot.partition} are not the snapshot of seq {snapshot.seq}"
         )
     for of_table in pages.values():
         for number in [n for n, page in of_table.items() if not page.any()]:

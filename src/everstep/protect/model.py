@@ -19,7 +19,7 @@ import msgspec
 
 from everstep.config.spec import JobSpec
 from everstep.errors import PlatformError
-from everstep.model.image import Manifest
+from everstep.model.snapshot import Manifest
 from everstep.protect.export import file_name, write_dense, write_safetensors
 from everstep.storage.places import StoragePlace, open_place
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from everstep.ids import BucketId
+from everstep.ids import PartitionId
 from everstep.native import Store
 from everstep.protect.replication import Blob, StreamKind
 
@@ -57,28 +57,28 @@ class StorePort:
     def __repr__(self) -> str:
         return f"<StorePort {self._store!r}>"
 
-    # ------------------------------------------------------------ buckets
+    # ------------------------------------------------------------ partitions
 
     def tables(self) -> Sequence[int]:
         return self._store.tables()
 
-    def own(self, bucket: BucketId) -> None:
-        self._store.own([bucket])
+    def own(self, partition: PartitionId) -> None:
+        self._store.own([partition])
 
-    def protect(self, bucket: BucketId, on: bool) -> None:
-        self._store.protect([bucket], on)
+    def protect(self, partition: PartitionId, on: bool) -> None:
+        self._store.protect([partition], on)
 
-    def seq(self, bucket: BucketId) -> int:
-        return self._store.seq(bucket)
+    def seq(self, partition: PartitionId) -> int:
+        return self._store.seq(partition)
 
-    def hand_over(self, bucket: BucketId) -> int:
-        return self._store.hand_over(bucket)
+    def hand_over(self, partition: PartitionId) -> int:
+        return self._store.hand_over(partition)
 
-    def resume(self, bucket: BucketId) -> None:
-        self._store.resume(bucket)
+    def resume(self, partition: PartitionId) -> None:
+        self._store.resume(partition)
 
-    def drop(self, bucket: BucketId) -> None:
-        self._store.drop(bucket)
+    def drop(self, partition: PartitionId) -> None:
+        self._store.drop(partition)
 
     def ticket(self) -> int:
         return self._store.outbox_ticket()
@@ -88,14 +88,14 @@ class StorePort:
         size = self._store.layout(table)[2] if kind is StreamKind.BODIES else _HEAD_BYTES
         return max(1, PIECE_BYTES // max(size, 1))
 
-    def emit(self, bucket: BucketId, kind: StreamKind, table: int, lo: int) -> int:
-        return self._store.emit(bucket, kind, table, lo, lo + self._slots(kind, table))
+    def emit(self, partition: PartitionId, kind: StreamKind, table: int, lo: int) -> int:
+        return self._store.emit(partition, kind, table, lo, lo + self._slots(kind, table))
 
-    def emit_marks(self, bucket: BucketId) -> None:
-        self._store.emit_marks(bucket)
+    def emit_marks(self, partition: PartitionId) -> None:
+        self._store.emit_marks(partition)
 
-    def emit_slots(self, bucket: BucketId, table: int, slots: Sequence[int]) -> None:
-        self._store.emit_slots(bucket, table, np.array(slots, np.uint32))
+    def emit_slots(self, partition: PartitionId, table: int, slots: Sequence[int]) -> None:
+        self._store.emit_slots(partition, table, np.array(slots, np.uint32))
 
     # ------------------------------------------------------------ blobs
 
@@ -107,7 +107,7 @@ class StorePort:
 
     # ------------------------------------------------------------ mirrors
 
-    def mirror_make(self, mirror: int, members: Sequence[BucketId], row: int) -> None:
+    def mirror_make(self, mirror: int, members: Sequence[PartitionId], row: int) -> None:
         self._store.mirror_make(mirror, list(members), row)
 
     def mirror_drop(self, mirror: int) -> None:
@@ -124,16 +124,16 @@ class StorePort:
         codes: list[int] = self._store.mirror_apply_many(np.array(mirrors, np.int64), at, sizes, blobs.data).tolist()
         return codes
 
-    def mirror_seq(self, mirror: int, bucket: BucketId) -> int:
-        return next((seq for b, seq, _ in self._store.mirror_state(mirror) if b == bucket), -1)
+    def mirror_seq(self, mirror: int, partition: PartitionId) -> int:
+        return next((seq for b, seq, _ in self._store.mirror_state(mirror) if b == partition), -1)
 
     def mirror_complete(self, mirror: int) -> bool:
         return all(complete for _, _, complete in self._store.mirror_state(mirror))
 
-    def promote(self, mirror: int, bucket: BucketId) -> None:
-        self._store.promote(mirror, bucket)
+    def promote(self, mirror: int, partition: PartitionId) -> None:
+        self._store.promote(mirror, partition)
 
-    def recover_begin(self, mirror: int, lost: Sequence[BucketId], here: Sequence[BucketId]) -> None:
+    def recover_begin(self, mirror: int, lost: Sequence[PartitionId], here: Sequence[PartitionId]) -> None:
         self._store.recover_begin(mirror, list(lost), list(here))
 
     def recover_fold(self, mirror: int, blob: Blob) -> int:

@@ -6,8 +6,8 @@
       n DATA   the packed header, then the tensors' bytes, cut into sections of at most 16 MiB
       last END empty; nothing follows
 
-Little-endian, all of it under a checksum, as a bucket's image is (``imagefile``); what the packed header says is
-everstep.allreduce.serialize. Needs no torch.
+Little-endian, all of it under a checksum, as a partition's snapshot is (``snapshot_file``); what the packed header says
+is everstep.allreduce.serialize. Needs no torch.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import msgspec
 from everstep.bounds import MALFORMED
 from everstep.errors import CheckpointError
 from everstep.model.group import Mark
-from everstep.model.image import ImageFile
-from everstep.protect.imagefile import Reader, checksum
+from everstep.model.snapshot import CheckpointFile
+from everstep.protect.snapshot_file import Reader, checksum
 
 MAGIC = b"EVSREP\r\n"
 VERSION = 1
@@ -58,7 +58,7 @@ def write_replica_file(
     header: bytes,
     body: memoryview,
     before: Callable[[int], None] = lambda size: None,
-) -> ImageFile:
+) -> CheckpointFile:
     """Write the file; return what the manifest says of it, but for its path. ``write`` takes bytes; its errors pass
     through. ``before``: called in front of each piece of work, with its bytes; it may wait."""
     hashed = checksum()
@@ -88,10 +88,12 @@ def write_replica_file(
             before(len(part))
             section(_ReplicaKind.DATA, part)
     section(_ReplicaKind.END, b"")
-    return ImageFile("", size, hashed.hexdigest())
+    return CheckpointFile("", size, hashed.hexdigest())
 
 
-def read_replica_file(file: BinaryIO, name: str, expected: ImageFile | None = None) -> Iterator[ReplicaHead | bytes]:
+def read_replica_file(
+    file: BinaryIO, name: str, expected: CheckpointFile | None = None
+) -> Iterator[ReplicaHead | bytes]:
     """The head, then the bytes of header and tensors in order, each part checked before it is handed out.
 
     Raises CheckpointError, one line that names the file and what is wrong, also at the end if it is not the file that

@@ -2,15 +2,15 @@
 
 Theory
 ------
-The store's outbox numbers its entries (*tickets*); entries of one bucket stand there in the order of their seq.
-``append`` deals them out: a difference goes once to every ps that has a mirror of its bucket (``routes``), contents go
-to those that wanted them (``Sweep``). Each peer life, ``(slot, incarnation)``, has one *stream*: entries numbered from
-0 that are sent, and sent again after a lost connection, in order until they are answered; the receiver skips numbers
-that it has seen. So nothing is lost, doubled or turned round between two lives, and a seq is needed only to bring two
-mirrors to the same point.
+The store's outbox numbers its entries (*tickets*); entries of one partition stand there in the order of their seq.
+``append`` deals them out: a difference goes once to every ps that has a mirror of its partition (``routes``), contents
+go to those that wanted them (``Sweep``). Each peer life, ``(slot, incarnation)``, has one *stream*: entries numbered
+from 0 that are sent, and sent again after a lost connection, in order until they are answered; the receiver skips
+numbers that it has seen. So nothing is lost, doubled or turned round between two lives, and a seq is needed only to
+bring two mirrors to the same point.
 
 A ticket is *done* when every peer it was dealt to has answered it, or is gone from the placement. ``done_ticket`` is
-the first that is not: what an acknowledged push waits for. An entry that a peer refused (another ps owns the bucket)
+the first that is not: what an acknowledged push waits for. An entry that a peer refused (another ps owns the partition)
 is done, but ``refused_ticket`` says that nothing up to there may be acknowledged any more.
 """
 
@@ -21,7 +21,7 @@ from collections.abc import Iterable, MutableMapping, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple, Protocol
 
-from everstep.ids import BucketId, Incarnation, Slot
+from everstep.ids import Incarnation, PartitionId, Slot
 
 PeerKey = tuple[Slot, Incarnation]
 """One life of a ps."""
@@ -53,7 +53,7 @@ class AppendCode(IntEnum):
 class Outgoing(NamedTuple):
     """Is an entry as it leaves the outbox."""
 
-    bucket: BucketId
+    partition: PartitionId
     seq: int
     kind: int
     blob: Blob
@@ -61,11 +61,11 @@ class Outgoing(NamedTuple):
 
 
 class StreamItem(NamedTuple):
-    """Is an entry in a stream. ``mirror`` 0: every mirror there that has the bucket. ``ticket`` -1: not of the
+    """Is an entry in a stream. ``mirror`` 0: every mirror there that has the partition. ``ticket`` -1: not of the
     outbox."""
 
     ticket: int
-    bucket: BucketId
+    partition: PartitionId
     seq: int
     kind: int
     mirror: int
@@ -88,7 +88,7 @@ class Batch(NamedTuple):
     stream: int  # number of the stream itself: the placement under which it began
     first: int
     items: tuple[StreamItem, ...]
-    confirmed: tuple[tuple[BucketId, int], ...]
+    confirmed: tuple[tuple[PartitionId, int], ...]
 
 
 class _Stream:
@@ -100,33 +100,33 @@ class _Stream:
         self.number = number
         self.first = 0  # number of queue[0]
         self.queue: deque[StreamItem] = deque()
-        self.confirmed: dict[BucketId, int] = {}  # to be said with the next batch
+        self.confirmed: dict[PartitionId, int] = {}  # to be said with the next batch
 
 
 class Flow(Protocol):
     """Is what the machine of mirrors needs of ``ReplicationStreams``, or of their twin in C++
     (``protect/carrier.py``)."""
 
-    routes: MutableMapping[BucketId, tuple[PeerKey, ...]]
+    routes: MutableMapping[PartitionId, tuple[PeerKey, ...]]
 
     @property
     def done_ticket(self) -> int: ...
     @property
     def next_ticket(self) -> int: ...
-    def sweep(self, bucket: BucketId, from_ticket: int, targets: Sequence[SweepTarget]) -> None: ...
-    def widen(self, bucket: BucketId, from_ticket: int, target: SweepTarget) -> None: ...
-    def end_sweeps(self, bucket: BucketId) -> None: ...
-    def some(self, bucket: BucketId, target: SweepTarget) -> None: ...
+    def sweep(self, partition: PartitionId, from_ticket: int, targets: Sequence[SweepTarget]) -> None: ...
+    def widen(self, partition: PartitionId, from_ticket: int, target: SweepTarget) -> None: ...
+    def end_sweeps(self, partition: PartitionId) -> None: ...
+    def some(self, partition: PartitionId, target: SweepTarget) -> None: ...
     def send(self, peer: PeerKey, item: StreamItem) -> None: ...
     def live(self, peers: set[PeerKey], version: int) -> None: ...
-    def owes(self, bucket: BucketId) -> bool: ...
+    def owes(self, partition: PartitionId) -> bool: ...
 
 
 class ReplicationStreams:
     """Holds all streams of one ps. Not thread-safe: the driver holds one lock around it."""
 
     def __init__(self) -> None:
-        self.routes: MutableMapping[BucketId, tuple[PeerKey, ...]] = {}
+        self.routes: MutableMapping[PartitionId, tuple[PeerKey, ...]] = {}
         self.done_ticket = 0
         self.refused_ticket = -1
         self.next_ticket = 0
@@ -135,12 +135,12 @@ class ReplicationStreams:
         self.levelling = 0  # differences on their way that are older than what this ps made itself
         self._streams: dict[PeerKey, _Stream] = {}
         self._pending: dict[int, int] = {}  # ticket -> answers that it lacks
-        self._owed: dict[BucketId, int] = {}  # items of the bucket that wait
+        self._owed: dict[PartitionId, int] = {}  # items of the partition that wait
         self._several: dict[
-            int, tuple[BucketId, int]
-        ] = {}  # ticket -> (bucket, seq), where more than one mirror has it
-        self._sweeps: dict[BucketId, deque[list[tuple[int, SweepTarget]]]] = {}  # since which ticket, who
-        self._some: dict[BucketId, deque[SweepTarget]] = {}  # who gets the bucket's next SOME
+            int, tuple[PartitionId, int]
+        ] = {}  # ticket -> (partition, seq), where more than one mirror has it
+        self._sweeps: dict[PartitionId, deque[list[tuple[int, SweepTarget]]]] = {}  # since which ticket, who
+        self._some: dict[PartitionId, deque[SweepTarget]] = {}  # who gets the partition's next SOME
 
     def __repr__(self) -> str:
         waiting = {f"ps:{slot}.{life}": len(s.queue) for (slot, life), s in self._streams.items()}
@@ -148,22 +148,22 @@ class ReplicationStreams:
 
     # ------------------------------------------------------------ in
 
-    def sweep(self, bucket: BucketId, from_ticket: int, targets: Sequence[SweepTarget]) -> None:
-        """Send contents of ``bucket`` that stand in the outbox from ``from_ticket`` on, up to the next MARKS that no
+    def sweep(self, partition: PartitionId, from_ticket: int, targets: Sequence[SweepTarget]) -> None:
+        """Send contents of ``partition`` that stand in the outbox from ``from_ticket`` on, up to the next MARKS that no
         earlier sweep takes, to ``targets``."""
-        self._sweeps.setdefault(bucket, deque()).append([(from_ticket, t) for t in targets])
+        self._sweeps.setdefault(partition, deque()).append([(from_ticket, t) for t in targets])
 
-    def widen(self, bucket: BucketId, from_ticket: int, target: SweepTarget) -> None:
-        """Send the sweep of ``bucket`` that was begun last to ``target`` as well, from ``from_ticket`` on."""
-        self._sweeps[bucket][-1].append((from_ticket, target))
+    def widen(self, partition: PartitionId, from_ticket: int, target: SweepTarget) -> None:
+        """Send the sweep of ``partition`` that was begun last to ``target`` as well, from ``from_ticket`` on."""
+        self._sweeps[partition][-1].append((from_ticket, target))
 
-    def end_sweeps(self, bucket: BucketId) -> None:
+    def end_sweeps(self, partition: PartitionId) -> None:
         """Send contents of this partition that are still to come to nobody."""
-        self._sweeps.pop(bucket, None)
+        self._sweeps.pop(partition, None)
 
-    def some(self, bucket: BucketId, target: SweepTarget) -> None:
-        """The bucket's next entry SOME that has no target yet goes to ``target``: it is put into the outbox next."""
-        self._some.setdefault(bucket, deque()).append(target)
+    def some(self, partition: PartitionId, target: SweepTarget) -> None:
+        """The partition's next entry SOME that has no target yet goes to ``target``: it is put into the outbox next."""
+        self._some.setdefault(partition, deque()).append(target)
 
     def append(self, first_ticket: int, entries: Iterable[Outgoing]) -> set[PeerKey]:
         """Deal out entries of the outbox, which must come in order. Returns the peers that got something."""
@@ -174,28 +174,32 @@ class ReplicationStreams:
             ticket = self.next_ticket
             self.next_ticket += 1
             if e.kind == StreamKind.CHANGE:
-                peers = self.routes.get(e.bucket, ())
+                peers = self.routes.get(e.partition, ())
                 for peer in peers:
-                    self._put(peer, StreamItem(ticket, e.bucket, e.seq, e.kind, 0, 0, e.blob, e.size_bytes))
+                    self._put(peer, StreamItem(ticket, e.partition, e.seq, e.kind, 0, 0, e.blob, e.size_bytes))
                 told.update(peers)
                 if len(peers) > 1:
-                    self._several[ticket] = (e.bucket, e.seq)
+                    self._several[ticket] = (e.partition, e.seq)
                 continue
             if e.kind == StreamKind.SOME:
-                t = self._some[e.bucket].popleft()
-                self._put(t.peer, StreamItem(ticket, e.bucket, e.seq, e.kind, t.mirror, t.sweep, e.blob, e.size_bytes))
+                t = self._some[e.partition].popleft()
+                self._put(
+                    t.peer, StreamItem(ticket, e.partition, e.seq, e.kind, t.mirror, t.sweep, e.blob, e.size_bytes)
+                )
                 told.add(t.peer)
                 continue
-            sweeps = self._sweeps.get(e.bucket)
+            sweeps = self._sweeps.get(e.partition)
             if not sweeps or ticket < sweeps[0][0][0]:
                 continue
             for t in [target for since, target in sweeps[0] if ticket >= since]:
-                self._put(t.peer, StreamItem(ticket, e.bucket, e.seq, e.kind, t.mirror, t.sweep, e.blob, e.size_bytes))
+                self._put(
+                    t.peer, StreamItem(ticket, e.partition, e.seq, e.kind, t.mirror, t.sweep, e.blob, e.size_bytes)
+                )
                 told.add(t.peer)
             if e.kind == StreamKind.MARKS:
                 sweeps.popleft()
                 if not sweeps:
-                    del self._sweeps[e.bucket]
+                    del self._sweeps[e.partition]
         self._advance()
         return told
 
@@ -210,7 +214,7 @@ class ReplicationStreams:
         stream.queue.append(item)
         self.waiting_bytes += item.size_bytes
         self.levelling += item.ticket < 0 and item.kind == StreamKind.CHANGE
-        self._owed[item.bucket] = self._owed.get(item.bucket, 0) + 1
+        self._owed[item.partition] = self._owed.get(item.partition, 0) + 1
         if item.ticket >= 0:
             self._pending[item.ticket] = self._pending.get(item.ticket, 0) + 1
         if item.kind != StreamKind.CHANGE:
@@ -239,10 +243,10 @@ class ReplicationStreams:
         stream = self._streams.get(peer)
         return stream is not None and bool(stream.queue)
 
-    def answered(self, peer: PeerKey, first: int, codes: Sequence[int]) -> dict[BucketId, int]:
-        """Take in that ``peer`` answered the items from number ``first`` on. Returns buckets that it refuses to take
+    def answered(self, peer: PeerKey, first: int, codes: Sequence[int]) -> dict[PartitionId, int]:
+        """Take in that ``peer`` answered the items from number ``first`` on. Returns partitions that it refuses to take
         from us, with the newest ticket that it refused."""
-        refused: dict[BucketId, int] = {}
+        refused: dict[PartitionId, int] = {}
         stream = self._streams.get(peer)
         if stream is None:
             return refused
@@ -258,7 +262,7 @@ class ReplicationStreams:
                 self._several.pop(item.ticket, None)  # not all have it: who has it must keep it
                 if code == AppendCode.REFUSED:
                     ticket = item.ticket if item.ticket >= 0 else self.next_ticket  # levelling: what is served now
-                    refused[item.bucket] = max(ticket, refused.get(item.bucket, -1))
+                    refused[item.partition] = max(ticket, refused.get(item.partition, -1))
             self._settle(item)
         self._advance()
         return refused
@@ -278,11 +282,11 @@ class ReplicationStreams:
         self.levelling -= item.ticket < 0 and item.kind == StreamKind.CHANGE
         if item.kind != StreamKind.CHANGE:
             self.sweep_bytes -= item.size_bytes
-        owed = self._owed[item.bucket] - 1
+        owed = self._owed[item.partition] - 1
         if owed:
-            self._owed[item.bucket] = owed
+            self._owed[item.partition] = owed
         else:
-            del self._owed[item.bucket]
+            del self._owed[item.partition]
         if item.ticket < 0:
             return
         left = self._pending[item.ticket] - 1
@@ -292,11 +296,11 @@ class ReplicationStreams:
         del self._pending[item.ticket]
         several = self._several.pop(item.ticket, None)
         if several is not None:
-            bucket, seq = several
-            for peer in self.routes.get(bucket, ()):
+            partition, seq = several
+            for peer in self.routes.get(partition, ()):
                 known = self._streams.get(peer)
                 if known is not None:
-                    known.confirmed[bucket] = seq
+                    known.confirmed[partition] = seq
 
     def _advance(self) -> None:
         while self.done_ticket < self.next_ticket and self.done_ticket not in self._pending:
@@ -308,6 +312,6 @@ class ReplicationStreams:
     def peers(self) -> list[PeerKey]:
         return list(self._streams)
 
-    def owes(self, bucket: BucketId) -> bool:
-        """Return whether something of ``bucket`` waits to be confirmed."""
-        return bucket in self._owed
+    def owes(self, partition: PartitionId) -> bool:
+        """Return whether something of ``partition`` waits to be confirmed."""
+        return partition in self._owed

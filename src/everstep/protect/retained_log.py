@@ -1,5 +1,5 @@
-"""The newest differences of buckets that have several mirrors, kept until all of these have them: with them one mirror
-is brought to the point of another when the bucket gets a new owner.
+"""The newest differences of partitions that have several mirrors, kept until all of these have them: with them one
+mirror is brought to the point of another when the partition gets a new owner.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Protocol
 
-from everstep.ids import BucketId
+from everstep.ids import PartitionId
 from everstep.protect.replication import Blob
 
 
@@ -15,16 +15,16 @@ class Tails(Protocol):
     """Is what the machine needs of ``KeptTails``, or of the inbox, which keeps those of the feeds that it takes
     itself."""
 
-    def keep(self, bucket: BucketId, seq: int, blob: Blob) -> None:
+    def keep(self, partition: PartitionId, seq: int, blob: Blob) -> None:
         """A difference was applied; nothing if one as new is kept already. ``blob`` outlives its message."""
 
-    def confirm(self, bucket: BucketId, seq: int) -> None:
-        """All mirrors have the bucket's differences up to ``seq``."""
+    def confirm(self, partition: PartitionId, seq: int) -> None:
+        """All mirrors have the partition's differences up to ``seq``."""
 
-    def after(self, bucket: BucketId, seq: int) -> list[tuple[int, Blob]]:
+    def after(self, partition: PartitionId, seq: int) -> list[tuple[int, Blob]]:
         """Return (seq, difference) of those that are newer, oldest first."""
 
-    def drop(self, bucket: BucketId) -> None:
+    def drop(self, partition: PartitionId) -> None:
         """Nothing is kept of it any more."""
 
     def clear(self) -> None:
@@ -35,26 +35,26 @@ class KeptTails:
     """Is ``Tails`` in Python: the oracle of those in native/inbox.cpp."""
 
     def __init__(self) -> None:
-        self._tails: dict[BucketId, deque[tuple[int, Blob]]] = {}
+        self._tails: dict[PartitionId, deque[tuple[int, Blob]]] = {}
 
     def __repr__(self) -> str:
         return f"<KeptTails { ({b: len(tail) for b, tail in self._tails.items()}) }>"
 
-    def keep(self, bucket: BucketId, seq: int, blob: Blob) -> None:
-        tail = self._tails.setdefault(bucket, deque())
+    def keep(self, partition: PartitionId, seq: int, blob: Blob) -> None:
+        tail = self._tails.setdefault(partition, deque())
         if not tail or tail[-1][0] < seq:
             tail.append((seq, blob))
 
-    def confirm(self, bucket: BucketId, seq: int) -> None:
-        tail = self._tails.get(bucket)
+    def confirm(self, partition: PartitionId, seq: int) -> None:
+        tail = self._tails.get(partition)
         while tail and tail[0][0] <= seq:
             tail.popleft()
 
-    def after(self, bucket: BucketId, seq: int) -> list[tuple[int, Blob]]:
-        return [(s, blob) for s, blob in self._tails.get(bucket, ()) if s > seq]
+    def after(self, partition: PartitionId, seq: int) -> list[tuple[int, Blob]]:
+        return [(s, blob) for s, blob in self._tails.get(partition, ()) if s > seq]
 
-    def drop(self, bucket: BucketId) -> None:
-        self._tails.pop(bucket, None)
+    def drop(self, partition: PartitionId) -> None:
+        self._tails.pop(partition, None)
 
     def clear(self) -> None:
         self._tails.clear()

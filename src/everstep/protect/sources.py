@@ -1,4 +1,4 @@
-"""Where the images that a placement names lie: this job's own checkpoints, or those it goes on from."""
+"""Where the snapshots that a placement names lie: this job's own checkpoints, or those it goes on from."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import msgspec
 from everstep.bounds import MALFORMED
 from everstep.config.spec import JobSpec
 from everstep.errors import CheckpointError, ConfigError
-from everstep.ids import BucketId
-from everstep.model.image import BucketImage, Manifest
+from everstep.ids import PartitionId
+from everstep.model.snapshot import Manifest, PartitionSnapshot
 from everstep.protect.manifest import CHECKPOINTS, ManifestTrust, list_checkpoints, read_manifest
 from everstep.storage.atomic import write_atomic
 from everstep.storage.places import open_place
@@ -51,10 +51,10 @@ def own_url(spec: JobSpec, run_dir: Path) -> str:
     return spec.checkpoint_to or str(run_dir / CHECKPOINTS)
 
 
-class ImageSources:
-    """Finds images by checkpoint number. A job never uses a number of the one that it goes on from again, so a number
-    means one checkpoint, wherever it lies. Thread-safe; the manifest asked for last is kept. ``key``: what this job's
-    manifests are written with; another one is refused, but for those that the user said to trust."""
+class SnapshotSources:
+    """Finds snapshots by checkpoint number. A job never uses a number of the one that it goes on from again, so a
+    number means one checkpoint, wherever it lies. Thread-safe; the manifest asked for last is kept. ``key``: what this
+    job's manifests are written with; another one is refused, but for those that the user said to trust."""
 
     def __init__(self, spec: JobSpec, run_dir: Path, key: bytes) -> None:
         self._trust = ManifestTrust(key=key, digests=spec.trusted)
@@ -63,19 +63,20 @@ class ImageSources:
         self._kept: tuple[str, Manifest] | None = None
 
     def __repr__(self) -> str:
-        return f"<image sources {', '.join(self.urls)}>"
+        return f"<SnapshotSources {', '.join(self.urls)}>"
 
-    def image(self, bucket: BucketId, checkpoint: int) -> tuple[str, BucketImage]:
-        """Return the place (directory or URL) and the image, for ``restore.load_bucket``. Raises CheckpointError: there
-        is no such checkpoint, it is not intact, or not the job's; StorageError: the place cannot be read, try again."""
+    def snapshot(self, partition: PartitionId, checkpoint: int) -> tuple[str, PartitionSnapshot]:
+        """Return the place (directory or URL) and the snapshot, for ``restore.load_partition``. Raises CheckpointError:
+        there is no such checkpoint, it is not intact, or not the job's; StorageError: the place cannot be read, try
+        again."""
         with self._lock:
             if self._kept is None or self._kept[1].checkpoint != checkpoint:
                 self._kept = self._find(checkpoint)
             url, manifest = self._kept
-        for image in manifest.images:
-            if image.bucket == bucket:
-                return url, image
-        raise CheckpointError(f"checkpoint {checkpoint} of {url} has no snapshot of partition {bucket}")
+        for snapshot in manifest.snapshots:
+            if snapshot.partition == partition:
+                return url, snapshot
+        raise CheckpointError(f"checkpoint {checkpoint} of {url} has no snapshot of partition {partition}")
 
     def _find(self, checkpoint: int) -> tuple[str, Manifest]:
         for url in self.urls:

@@ -12,8 +12,8 @@ _RECENT = 256  # requests of a kind between two beats that the median is taken o
 
 
 class Meter:
-    """Measures requests; thread-safe. Own time of a request is without what it waited for others (mirrors, a bucket on
-    its way): a slow mirror must not make all those look slow that wait for it."""
+    """Measures requests; thread-safe. Own time of a request is without what it waited for others (mirrors, a partition
+    on its way): a slow mirror must not make all those look slow that wait for it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from everstep import faultpoints
 from everstep.errors import EverstepError, WireError
-from everstep.ids import BucketId, Incarnation, Slot
+from everstep.ids import Incarnation, PartitionId, Slot
 from everstep.model.placement import Placement, PsPlace
 from everstep.native import Store, _native
 from everstep.net.data import answer_of
@@ -131,17 +131,17 @@ class _Tails:
     def __init__(self, inbox: _native.Inbox) -> None:
         self._inbox = inbox
 
-    def keep(self, bucket: BucketId, seq: int, blob: Blob) -> None:
-        self._inbox.keep_tail(bucket, seq, blob)
+    def keep(self, partition: PartitionId, seq: int, blob: Blob) -> None:
+        self._inbox.keep_tail(partition, seq, blob)
 
-    def confirm(self, bucket: BucketId, seq: int) -> None:
-        self._inbox.confirm_tail(bucket, seq)
+    def confirm(self, partition: PartitionId, seq: int) -> None:
+        self._inbox.confirm_tail(partition, seq)
 
-    def after(self, bucket: BucketId, seq: int) -> list[tuple[int, Blob]]:
-        return self._inbox.tail(bucket, seq)
+    def after(self, partition: PartitionId, seq: int) -> list[tuple[int, Blob]]:
+        return self._inbox.tail(partition, seq)
 
-    def drop(self, bucket: BucketId) -> None:
-        self._inbox.drop_tail(bucket)
+    def drop(self, partition: PartitionId) -> None:
+        self._inbox.drop_tail(partition)
 
     def clear(self) -> None:
         self._inbox.drop_tails()
@@ -245,12 +245,12 @@ class MirrorServer:
     def demand(self, wanted: Sequence[tuple[int, NDArray[np.int64]]]) -> bool:
         """Have the rows of these keys, by table, that are being rebuilt here folded out of turn. Returns at once.
         False: all are here."""
-        slots: dict[tuple[BucketId, int], list[int]] = {}
+        slots: dict[tuple[PartitionId, int], list[int]] = {}
         for table, keys in wanted:
-            for bucket, slot in self._store.missing_all(table, keys):
-                slots.setdefault((BucketId(bucket), table), []).append(slot)
+            for partition, slot in self._store.missing_all(table, keys):
+                slots.setdefault((PartitionId(partition), table), []).append(slot)
         with self.lock:
-            new = [self.machine.demand(bucket, table, some) for (bucket, table), some in slots.items()]
+            new = [self.machine.demand(partition, table, some) for (partition, table), some in slots.items()]
             if any(new):
                 self._asks = self.machine.asks()
                 self._wake_peers()
@@ -266,8 +266,8 @@ class MirrorServer:
 
     def confirmed(self, before: int, after: int, deadline: float) -> bool:
         """Wait until all mirrors have what the outbox held up to ticket ``after``, and what was there before (a push
-        may repeat what the bucket's old owner applied). False: too late, or a mirror refused something from ``before``
-        on."""
+        may repeat what the partition's old owner applied). False: too late, or a mirror refused something from
+        ``before`` on."""
         while True:
             left = deadline - time.monotonic()
             outcome, events = self.streams.carry(before, after, max(0.0, left))
@@ -553,8 +553,8 @@ class MirrorServer:
         """Take in a code for each entry from number ``first`` of the stream on."""
         if AppendCode.REFUSED in codes or AppendCode.GAP in codes:
             with self.transition() as machine:
-                for bucket, ticket in self.streams.answered(peer.key, first, codes).items():
-                    machine.refused(bucket, ticket)
+                for partition, ticket in self.streams.answered(peer.key, first, codes).items():
+                    machine.refused(partition, ticket)
             return
         self.streams.answered(peer.key, first, codes)
 

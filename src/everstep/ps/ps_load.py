@@ -9,25 +9,25 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from everstep.ids import BucketId
+from everstep.ids import PartitionId
 from everstep.native import unique_route
 
 EVERY = 16  # one request of so many is counted, for all of them
 HALF_S = 10.0  # what was counted so long ago counts half
-TOLD = 16  # of the hottest buckets the master is told
+TOLD = 16  # of the hottest partitions the master is told
 
 
-class BucketLoad:
-    """Measures the load of partitions; thread-safe. ``rows_per_s``: float64 [n_buckets], smoothed over about
+class PartitionLoad:
+    """Measures the load of partitions; thread-safe. ``rows_per_s``: float64 [n_partitions], smoothed over about
     ``HALF_S``."""
 
-    def __init__(self, n_buckets: int, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, n_partitions: int, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._lock = threading.Lock()
-        self._all = np.arange(n_buckets, dtype=np.int32)
+        self._all = np.arange(n_partitions, dtype=np.int32)
         self._requests = 0
-        self._fresh: NDArray[np.float64] = np.zeros(n_buckets)  # since ``_at``
-        self._rate: NDArray[np.float64] = np.zeros(n_buckets)
+        self._fresh: NDArray[np.float64] = np.zeros(n_partitions)  # since ``_at``
+        self._rate: NDArray[np.float64] = np.zeros(n_partitions)
         self._at = now()
 
     def __repr__(self) -> str:
@@ -56,8 +56,8 @@ class BucketLoad:
                 self._at = now
             return self._rate.copy()
 
-    def readings(self, owned: list[BucketId]) -> dict[str, float]:
-        """Return, for the beat, ``load`` of all of ``owned`` together and ``load.BUCKET`` of the hottest ones."""
+    def readings(self, owned: list[PartitionId]) -> dict[str, float]:
+        """Return, for the beat, ``load`` of all of ``owned`` together and ``load.PARTITION`` of the hottest ones."""
         rate = self.rows_per_s()
         mine = rate[owned] if owned else np.zeros(0)
         hottest = np.argsort(-mine, kind="stable")[:TOLD].tolist()

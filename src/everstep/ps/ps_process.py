@@ -21,43 +21,43 @@ import msgspec
 
 from everstep import faultpoints
 from everstep.brain.events import (
-    BucketsReady,
     DrainAsked,
     Fenced,
     FinishJob,
-    ImagesWritten,
     LoadFailed,
     MemberJoined,
     MirrorsReady,
+    PartitionsReady,
     PublishPlacement,
     Refused,
     ReleaseShards,
+    SnapshotsWritten,
     Welcome,
 )
 from everstep.config.load import read_spec
 from everstep.errors import EverstepError, FencedError, PlatformError
-from everstep.ids import BucketId, Incarnation, NodeId, Slot
-from everstep.model.image import BucketImage
+from everstep.ids import Incarnation, NodeId, PartitionId, Slot
 from everstep.model.member import Address, Role
 from everstep.model.placement import Placement, PsPlace
 from everstep.model.reasons import Arrival
+from everstep.model.snapshot import PartitionSnapshot
 from everstep.monitor.process_readings import ProcessReadings
 from everstep.net.auth import Identity, load_secret
 from everstep.net.control import ControlClient
 from everstep.net.data import DataClient, DataServer
-from everstep.net.messages import Answered, Beat, OrderType, Slow, TakeImages
+from everstep.net.messages import Answered, Beat, OrderType, Slow, TakeSnapshots
 from everstep.net.rendezvous import SECRET_FILE, master_address, ps_socket
 from everstep.net.retry import StoppedError, retry
 from everstep.net.sockets import listen_tcp, listen_unix
-from everstep.protect.images import ImageWriter
-from everstep.protect.restore import load_bucket
-from everstep.protect.sources import ImageSources
+from everstep.protect.restore import load_partition
+from everstep.protect.snapshots import SnapshotWriter
+from everstep.protect.sources import SnapshotSources
 from everstep.ps.service import PsService
 from everstep.storage.space import be_patient
 
 MASTER_GONE_S = 600.0
 LEAVE_S = 30.0  # SIGTERM from outside: so long others may take to take over what is here
-PIECE_BYTES = 1 << 20  # of images in one message to the master
+PIECE_BYTES = 1 << 20  # of snapshots in one message to the master
 _TELL_S = 60.0
 _TOGETHER_S = 0.01
 _LOOK_S = 1.0
@@ -91,7 +91,7 @@ class PsProcess:
         self._error: EverstepError | None = None
         self._process = ProcessReadings()
         self.service = PsService.create(
-            n_buckets=spec.buckets,
+            n_partitions=spec.partitions,
             seed=spec.seed,
             slot=slot,
             incarnation=incarnation,
@@ -101,14 +101,14 @@ class PsProcess:
         )
         if spec.ps_limit_bytes:
             self.service.store.set_limit(spec.ps_limit_bytes, spec.on_full)
-        self.images = ImageWriter(self.service.store, run_dir, slot=slot, incarnation=incarnation)
-        self._sources = ImageSources(spec, run_dir, secret.checkpoint_key)
+        self.snapshots = SnapshotWriter(self.service.store, run_dir, slot=slot, incarnation=incarnation)
+        self._sources = SnapshotSources(spec, run_dir, secret.checkpoint_key)
         self.service.load = self._load
         self.service.on_load_failed = self._load_failed
         self._news = threading.Event()  # something is whole here that was not
         self._again = False  # all of it is to be told, not only what is new
         self.service.on_report = self._news.set
-        self.service.on_gave = self.images.forget
+        self.service.on_gave = self.snapshots.forget
         self._run_dir, self._secret, self._spec = run_dir, secret, spec
         listeners = [listen_unix(run_dir / ps_socket(slot))]
         port = 0
@@ -153,7 +153,7 @@ class PsProcess:
             if not isinstance(self._error, FencedError):
                 self.service.finish()
         finally:
-            self.images.close()
+            self.snapshots.close()
             self.service.keeper.close()
             self.server.close()
             self.control.close()
@@ -243,9 +243,9 @@ class PsProcess:
                 self._place(placement)
             case ReleaseShards(shards=shards):
                 self.service.release(shards)
-            case TakeImages(checkpoint=checkpoint, since=since, url=url):
-                buckets = self.service.keeper.machine.serving
-                self.images.take(checkpoint, since, url, buckets, self._images_written)
+            case TakeSnapshots(checkpoint=checkpoint, since=since, url=url):
+                partitions = self.service.keeper.machine.serving
+                self.snapshots.take(checkpoint, since, url, partitions, self._snapshots_written)
             case Slow(factor=factor, for_s=for_s, burn=burn):
                 self.service.drag.order(factor, for_s, burn)
             case FinishJob():
@@ -263,14 +263,14 @@ class PsProcess:
     def _report_for_ever(self) -> None:
         """Tell the master what became whole, a little later: much of it comes together. After a hello, all of it."""
         keeper = self.service.keeper
-        told: tuple[set[int], dict[BucketId, tuple[int, Arrival]], set[int]] = (set(), {}, set())
-        stuck: tuple[int, tuple[BucketId, ...]] = (0, ())
+        told: tuple[set[int], dict[PartitionId, tuple[int, Arrival]], set[int]] = (set(), {}, set())
+        stuck: tuple[int, tuple[PartitionId, ...]] = (0, ())
         while not self._over.is_set():
             if not self._news.wait(_LOOK_S):
                 with keeper.lock:
                     before, stuck = stuck, (keeper.machine.version, keeper.machine.stuck)
                 if stuck[1] and stuck == before:  # no other placement came
-                    self._tell(BucketsReady(*stuck, Arrival.STUCK))
+                    self._tell(PartitionsReady(*stuck, Arrival.STUCK))
                 continue
             self._over.wait(_TOGETHER_S)
             self._news.clear()
@@ -283,22 +283,22 @@ class PsProcess:
             mirrors, lacking = tuple(sorted(complete - told[0])), tuple(sorted(torn - told[2]))
             if mirrors or lacking:
                 self._tell(MirrorsReady(mirrors, lacking))
-            new: dict[tuple[int, Arrival], list[BucketId]] = {}
-            for bucket, key in sorted(gained.items()):
-                if told[1].get(bucket) != key:
-                    new.setdefault(key, []).append(bucket)
-            for (version, how), buckets in new.items():
-                self._tell(BucketsReady(version, tuple(buckets), how))
+            new: dict[tuple[int, Arrival], list[PartitionId]] = {}
+            for partition, key in sorted(gained.items()):
+                if told[1].get(partition) != key:
+                    new.setdefault(key, []).append(partition)
+            for (version, how), partitions in new.items():
+                self._tell(PartitionsReady(version, tuple(partitions), how))
             told = (complete, gained, torn)
 
-    def _images_written(self, written: ImagesWritten) -> None:
+    def _snapshots_written(self, written: SnapshotsWritten) -> None:
         faultpoints.reach("mid_image")
         for piece in in_pieces(written):
             self._tell(piece)
 
-    def _load_failed(self, version: int, bucket: BucketId, checkpoint: int, error: str) -> None:
-        """Until somebody has heard it: nothing else says why this bucket does not come."""
-        request = LoadFailed(version, bucket, checkpoint, error)
+    def _load_failed(self, version: int, partition: PartitionId, checkpoint: int, error: str) -> None:
+        """Until somebody has heard it: nothing else says why this partition does not come."""
+        request = LoadFailed(version, partition, checkpoint, error)
         with contextlib.suppress(StoppedError):
             retry(
                 lambda: self.control.call(request, _TELL_S),
@@ -309,12 +309,12 @@ class PsProcess:
                 wait=self._over.wait,
             )
 
-    def _tell(self, request: MirrorsReady | BucketsReady | ImagesWritten) -> None:
+    def _tell(self, request: MirrorsReady | PartitionsReady | SnapshotsWritten) -> None:
         """Tell the master without waiting; what is lost is said again after the next hello."""
         with contextlib.suppress(EverstepError):
             self.control.submit(request, _TELL_S)
 
-    # ------------------------------------------------------------ other ps, images
+    # ------------------------------------------------------------ other ps, snapshots
 
     def _connect(self, place: PsPlace) -> DataClient:
         return DataClient(
@@ -326,9 +326,9 @@ class PsProcess:
             expect=(place.slot, place.incarnation),
         )
 
-    def _load(self, bucket: BucketId, checkpoint: int) -> None:
-        url, image = self._sources.image(bucket, checkpoint)
-        load_bucket(self.service.store, url, image)
+    def _load(self, partition: PartitionId, checkpoint: int) -> None:
+        url, snapshot = self._sources.snapshot(partition, checkpoint)
+        load_partition(self.service.store, url, snapshot)
 
     def _beat(self) -> Beat:
         stats = self.service.store.stats()
@@ -343,7 +343,7 @@ class PsProcess:
                 "pushes": float(stats.pushes),
                 "pulls": float(stats.pulls),
                 "connections": float(self.server.connections),
-                "buckets": float(len(machine.buckets)),
+                "buckets": float(len(machine.partitions)),
                 "buckets_lacking": float(len(machine.lacking)),
                 "mirrors": float(len(machine.complete)),
                 "sweeping": float(machine.sweeping),
@@ -351,26 +351,26 @@ class PsProcess:
                 "outbox_done": float(streams.done_ticket),
                 "outbox_ticket": float(self.service.store.outbox_ticket()),
                 "unconfirmed_bytes": float(streams.waiting_bytes + self.service.store.outbox_bytes()),
-                "image_bytes": float(self.images.bytes_written),
+                "image_bytes": float(self.snapshots.bytes_written),
                 **self.service.load_of.readings(machine.serving),
             }
         )
 
 
-def in_pieces(written: ImagesWritten, piece_bytes: int = PIECE_BYTES) -> Iterator[ImagesWritten]:
+def in_pieces(written: SnapshotsWritten, piece_bytes: int = PIECE_BYTES) -> Iterator[SnapshotsWritten]:
     """The same as several messages of about ``piece_bytes`` each, or less: one has to fit into a control message,
-    however many buckets and open shards there are. The first one has the tables."""
-    some: list[BucketImage] = []
+    however many partitions and open shards there are. The first one has the tables."""
+    some: list[PartitionSnapshot] = []
     size = 0
     tables = written.tables
-    for image in written.images:
-        its = len(msgspec.msgpack.encode(image))
+    for snapshot in written.snapshots:
+        its = len(msgspec.msgpack.encode(snapshot))
         if some and size + its > piece_bytes:
-            yield msgspec.structs.replace(written, images=tuple(some), tables=tables)
+            yield msgspec.structs.replace(written, snapshots=tuple(some), tables=tables)
             some, size, tables = [], 0, ()
-        some.append(image)
+        some.append(snapshot)
         size += its
-    yield msgspec.structs.replace(written, images=tuple(some), tables=tables)
+    yield msgspec.structs.replace(written, snapshots=tuple(some), tables=tables)
 
 
 def die_with_parent() -> None:

@@ -1,13 +1,13 @@
 """Is the parameter server without its sockets: one data-plane request in, one answer out.
 
 The ps process calls ``handle`` from a thread per connection, embedded mode calls it directly. What makes a push count
-is one order, kept here: the store applies it (fence, watermark, rows, per bucket), then the audit log has it, then
+is one order, kept here: the store applies it (fence, watermark, rows, per partition), then the audit log has it, then
 the worker hears of it. If the log cannot be written, nothing is answered as applied from then on: the ps is over.
 
 Two locks make the log say what happened:
 
 - the *gate*: pushes hold it shared; a cut holds it alone, so a cut's fingerprints are those of exactly the pushes
-  logged before it; and so does whatever changes which buckets are served (see ``keeper``);
+  logged before it; and so does whatever changes which partitions are served (see ``keeper``);
 - a stripe by shard, held from the store's push to the log's append: records of one shard stand in the log in the
   order in which they were applied (a fenced lease never stands behind the one that fenced it).
 """
@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from everstep import faultpoints
 from everstep.errors import EverstepError, InternalError, PlatformError, StorageError
-from everstep.ids import BucketId, Incarnation, Slot
+from everstep.ids import Incarnation, PartitionId, Slot
 from everstep.model.placement import Placement
 from everstep.model.reasons import Arrival
 from everstep.model.shard import Span, Token
@@ -44,7 +44,7 @@ from everstep.monitor.records import (
     audit_header,
 )
 from everstep.monitor.slowdown import Drag
-from everstep.native import PushResult, Recovering, Store, _native, bitmap_buckets, unique_route
+from everstep.native import PushResult, Recovering, Store, _native, bitmap_partitions, unique_route
 from everstep.net.log import LineLimit
 from everstep.net.messages import (
     Bad,
@@ -78,11 +78,11 @@ from everstep.net.messages import (
 )
 from everstep.net.retry import backoff
 from everstep.protect import machine
-from everstep.protect.images import marks_facts
 from everstep.protect.machine import MirrorAction
+from everstep.protect.snapshots import marks_facts
 from everstep.ps.meter import Meter
 from everstep.ps.mirror_server import MirrorServer
-from everstep.ps.ps_load import BucketLoad
+from everstep.ps.ps_load import PartitionLoad
 from everstep.ps.rw_lock import RwLock
 from everstep.storage.chain import ChainWriter
 
@@ -95,7 +95,7 @@ _ROWS_S = 0.02  # between two looks for rows that were asked for out of turn
 _REMEMBERED = 4096  # released shards
 _SINCE_S = 0.25  # a pull waits so long for pushes before it; then it is asked again, so that what is behind it gets in
 WAIT_S = 5.0
-"""How long a request waits for a bucket that is on its way here, or for mirrors, before it is answered Moved."""
+"""How long a request waits for a partition that is on its way here, or for mirrors, before it is answered Moved."""
 
 CUT_EVERY_S = 5.0
 """How often the log gets a cut while pushes come: what a checker can compare in the middle of a run."""
@@ -108,11 +108,11 @@ class PsService:
     """Is one ps: its store, its audit log and its view of the placement. Thread-safe.
 
     ``audit``: path of the log, made with the first placement. ``acked``: a push is answered only when all mirrors of
-    the buckets that it changed have it. ``on_failure``: called once, from any thread, with one line, when this ps can
-    no longer keep its promises (log not writable, out of memory in the middle of a push); every later request is
-    answered Bad. ``load(bucket, checkpoint)``: read that image into the store, own it; raises EverstepError.
+    the partitions that it changed have it. ``on_failure``: called once, from any thread, with one line, when this ps
+    can no longer keep its promises (log not writable, out of memory in the middle of a push); every later request is
+    answered Bad. ``load(partition, checkpoint)``: read that snapshot into the store, own it; raises EverstepError.
     ``on_report()``: there is more to tell the master (``keeper.machine.complete``, ``ready``, ``torn``).
-    ``on_gave(bucket)``.
+    ``on_gave(partition)``.
     """
 
     def __init__(
@@ -134,10 +134,10 @@ class PsService:
         self.wait_s = wait_s
         self.failure = ""
         self.on_failure = on_failure
-        self.load: Callable[[BucketId, int], None] | None = None
-        self.on_load_failed: Callable[[int, BucketId, int, str], None] | None = None
+        self.load: Callable[[PartitionId, int], None] | None = None
+        self.on_load_failed: Callable[[int, PartitionId, int, str], None] | None = None
         self.on_report: Callable[[], None] | None = None
-        self.on_gave: Callable[[BucketId], None] | None = None
+        self.on_gave: Callable[[PartitionId], None] | None = None
         self._audit_path = audit
         self._cut_every_s = cut_every_s
         self._inbox = _native.Inbox(store)
@@ -151,7 +151,7 @@ class PsService:
         self._owned: NDArray[np.int32] = np.zeros(0, np.int32)  # as the log says
         self._released: deque[int] = deque(maxlen=_REMEMBERED)
         self._limit = LineLimit()
-        self.load_of = BucketLoad(store.n_buckets)
+        self.load_of = PartitionLoad(store.n_partitions)
         self.meter = Meter()
         self.drag = Drag()
         self.keeper = MirrorServer(store, slot, incarnation, self._gate, self._inbox, self._carry_out, self._fail)
@@ -160,7 +160,7 @@ class PsService:
     def create(
         cls,
         *,
-        n_buckets: int,
+        n_partitions: int,
         seed: int,
         slot: Slot,
         incarnation: Incarnation,
@@ -172,7 +172,7 @@ class PsService:
     ) -> PsService:
         """Return a service with an empty store, logging to ``RUN_DIR/audit/ps-SLOT.INCARNATION.log``."""
         audit = run_dir / "audit" / f"ps-{slot}.{incarnation}.log"
-        store = Store(n_buckets, seed)
+        store = Store(n_partitions, seed)
         return cls(
             store, slot, incarnation, audit, acked=acked, cut_every_s=cut_every_s, wait_s=wait_s, on_failure=on_failure
         )
@@ -197,14 +197,16 @@ class PsService:
     def set_placement(self, placement: Placement) -> bool:
         """Take a newer map. False: it has another incarnation in this slot: this process was replaced.
 
-        Buckets that it gives to this ps are got in the background where that takes time; requests for them wait.
+        Partitions that it gives to this ps are got in the background where that takes time; requests for them wait.
         Raises PlatformError when the audit log cannot be written.
         """
         for place in placement.servers:
             if place.slot == self.slot and place.incarnation > self.incarnation:
                 return False
-        if placement.buckets != self.store.n_buckets:
-            raise InternalError(f"a placement of {placement.buckets} partitions for a store of {self.store.n_buckets}")
+        if placement.partitions != self.store.n_partitions:
+            raise InternalError(
+                f"a placement of {placement.partitions} partitions for a store of {self.store.n_partitions}"
+            )
         self.keeper.place(placement)
         return True
 
@@ -213,30 +215,30 @@ class PsService:
         with self._gate.shared():
             with self._lock:
                 self._released.extend(shards)
-            # A bucket that is being rebuilt must not change before its mirrors hear of its changes.
+            # A partition that is being rebuilt must not change before its mirrors hear of its changes.
             if not self.keeper.machine.unheard:
                 self.store.release(list(shards))
 
     def _carry_out(self, actions: list[MirrorAction]) -> None:
         """Do what the machine wants done; the gate is held alone."""
-        new = [a.bucket for a in actions if isinstance(a, machine.Acquired) and a.how is Arrival.NEW]
+        new = [a.partition for a in actions if isinstance(a, machine.Acquired) and a.how is Arrival.NEW]
         if self._log is None and self.keeper.machine.placement is not None:
-            header = audit_header(self.slot, self.incarnation, self.store.n_buckets, [int(b) for b in new])
+            header = audit_header(self.slot, self.incarnation, self.store.n_partitions, [int(b) for b in new])
             self._log = ChainWriter(self._audit_path, header)
             self._owned = np.array(sorted(new), np.int32)
         for action in actions:
             match action:
-                case machine.Acquired(bucket=bucket, how=how):
-                    if bucket not in self._owned:
-                        self._log_took(bucket, how)
-                        self._owned = np.array(sorted([*self._owned.tolist(), bucket]), np.int32)
-                case machine.Released(bucket=bucket, seq=bucket_seq):
-                    self._log_gave(bucket, bucket_seq)
-                    self._owned = self._owned[self._owned != bucket]
+                case machine.Acquired(partition=partition, how=how):
+                    if partition not in self._owned:
+                        self._log_took(partition, how)
+                        self._owned = np.array(sorted([*self._owned.tolist(), partition]), np.int32)
+                case machine.Released(partition=partition, seq=partition_seq):
+                    self._log_gave(partition, partition_seq)
+                    self._owned = self._owned[self._owned != partition]
                     if self.on_gave is not None:
-                        self.on_gave(bucket)
-                case machine.LoadSnapshot(bucket=bucket, checkpoint=checkpoint):
-                    args = (bucket, checkpoint)
+                        self.on_gave(partition)
+                case machine.LoadSnapshot(partition=partition, checkpoint=checkpoint):
+                    args = (partition, checkpoint)
                     threading.Thread(target=self._load, args=args, name="everstep-load", daemon=True).start()
                 case machine.ReportProgress():
                     if self.on_report is not None:
@@ -247,17 +249,17 @@ class PsService:
         if came and self._released and not self.keeper.machine.unheard:
             self.store.release(list(self._released))  # what came here may not have heard of them
 
-    def _log_took(self, bucket: BucketId, how: Arrival) -> None:
-        facts = marks_facts(self.store.marks(bucket))
+    def _log_took(self, partition: PartitionId, how: Arrival) -> None:
+        facts = marks_facts(self.store.marks(partition))
         shards, version = np.array(facts.watermarks, "<i8").tobytes(), self.version
         self._append(
-            lambda seq, at: AcquiredRecord(seq, bucket, how, facts.seq, shards, facts.fingerprint, at, version)
+            lambda seq, at: AcquiredRecord(seq, partition, how, facts.seq, shards, facts.fingerprint, at, version)
         )
 
-    def _log_gave(self, bucket: BucketId, bucket_seq: int) -> None:
-        self._append(lambda seq, at: ReleasedRecord(seq, bucket, bucket_seq, at))
+    def _log_gave(self, partition: PartitionId, partition_seq: int) -> None:
+        self._append(lambda seq, at: ReleasedRecord(seq, partition, partition_seq, at))
 
-    def _load(self, bucket: BucketId, checkpoint: int) -> None:
+    def _load(self, partition: PartitionId, checkpoint: int) -> None:
         """Load one snapshot, in a thread of its own: it is tried again while its place cannot be read and it is of any
         use."""
         for wait_s in backoff(0.2, 5.0):
@@ -265,52 +267,53 @@ class PsService:
             if self.failure or self._finished:
                 return
             with self.keeper.lock:
-                wanted = self.keeper.machine.wants_image(bucket, checkpoint)
+                wanted = self.keeper.machine.wants_snapshot(partition, checkpoint)
             if not wanted:
                 with self.keeper.transition() as m:
-                    m.loaded(bucket, checkpoint, there=False)
+                    m.loaded(partition, checkpoint, there=False)
                 return
             try:
                 if self.load is None:
-                    raise InternalError(f"partition {bucket} is to be loaded, but nothing says from where")
-                self.load(bucket, checkpoint)
+                    raise InternalError(f"partition {partition} is to be loaded, but nothing says from where")
+                self.load(partition, checkpoint)
             except StorageError as error:
                 logger.warning(
-                    "partition %s of checkpoint %s cannot be read, trying again: %s", bucket, checkpoint, error
+                    "partition %s of checkpoint %s cannot be read, trying again: %s", partition, checkpoint, error
                 )
                 continue
             except Exception as error:  # also ours: the master decides who tries it next, if anybody
                 if not isinstance(error, EverstepError):
-                    logger.exception("partition %s of checkpoint %s", bucket, checkpoint)
+                    logger.exception("partition %s of checkpoint %s", partition, checkpoint)
                 text = str(error) if isinstance(error, EverstepError) else f"{type(error).__name__}: {error}"
-                self._not_loaded(bucket, checkpoint, text)
+                self._not_loaded(partition, checkpoint, text)
                 return
             with self.keeper.transition() as m:
-                m.loaded(bucket, checkpoint)
+                m.loaded(partition, checkpoint)
             return
 
-    def _not_loaded(self, bucket: BucketId, checkpoint: int, error: str) -> None:
-        logger.error("partition %s of checkpoint %s cannot be loaded: %s", bucket, checkpoint, error)
+    def _not_loaded(self, partition: PartitionId, checkpoint: int, error: str) -> None:
+        logger.error("partition %s of checkpoint %s cannot be loaded: %s", partition, checkpoint, error)
         with self.keeper.transition() as m:
             version = m.version
-            m.loaded(bucket, checkpoint, there=False, failed=True)
+            m.loaded(partition, checkpoint, there=False, failed=True)
         if self.on_load_failed is not None:
-            self.on_load_failed(version, bucket, checkpoint, error)
+            self.on_load_failed(version, partition, checkpoint, error)
 
     def expire(self) -> None:
-        """Free rows that nobody pushed for longer than their table says: a bounded piece of every bucket."""
+        """Free rows that nobody pushed for longer than their table says: a bounded piece of every partition."""
         if not any(spec.expire_batches or spec.expire_s for spec in self.store.specs()):
             return
         now_s = int(time.time())
-        for bucket in self._owned.tolist():
+        for partition in self._owned.tolist():
             with self._gate.shared():
-                if not self._finished and self.keeper.machine.serves(bucket):
-                    self.store.expire(bucket, now_s)
+                if not self._finished and self.keeper.machine.serves(partition):
+                    self.store.expire(partition, now_s)
 
     # ------------------------------------------------------------ the audit log
 
     def cut(self) -> None:
-        """Log the fingerprints of all owned buckets, consistent with the pushes logged before. PlatformError: disk."""
+        """Log the fingerprints of all owned partitions, consistent with the pushes logged before. PlatformError:
+        disk."""
         with self._gate.exclusive():
             if self._log is not None and not self._finished and not self.failure:
                 self._log_cut(CutRecord)
@@ -429,7 +432,7 @@ class PsService:
         with self.keeper.lock:  # not in the middle of a step of a sweep
             for spec in request.tables:
                 self.store.declare(spec)
-        # A table counts as initialised where every bucket that is to be here says so.
+        # A table counts as initialised where every partition that is to be here says so.
         initialised = set(self.store.initialised()) if self.keeper.whole and len(self._owned) else set()
         return Declared(self.incarnation, tuple(spec.id in initialised for spec in request.tables))
 
@@ -450,14 +453,14 @@ class PsService:
         # What is before the watermarks is not pushed again: they are as good as an acknowledgement.
         if not self._confirm(before, b"", route, deadline):
             return Moved(self.route)
-        buckets, marks = opened
-        if route == self.route and not np.array_equal(buckets, self.keeper.mine):
+        partitions, marks = opened
+        if route == self.route and not np.array_equal(partitions, self.keeper.mine):
             # By all that is known here this cannot be: no worker could go on with such an answer.
             self._limit.warning(
-                f"ps:{self.slot} has partitions {buckets.tolist()}, the map says {self.keeper.mine.tolist()}"
+                f"ps:{self.slot} has partitions {partitions.tolist()}, the map says {self.keeper.mine.tolist()}"
             )
             return Moved(self.route)
-        return Opened(self.incarnation, buckets.astype("<i4").tobytes(), marks.astype("<i8").tobytes())
+        return Opened(self.incarnation, partitions.astype("<i4").tobytes(), marks.astype("<i8").tobytes())
 
     def _pull(self, request: Pull, body: memoryview, arena: memoryview | None) -> Reply:
         deadline = time.monotonic() + self.wait_s
@@ -518,11 +521,11 @@ class PsService:
             buffers.append(out)
         return Pulled(), buffers
 
-    def _serves(self, buckets: bytes) -> bool:
-        """Return whether all addressed buckets (a bitmap; b"": all of this ps) are served."""
-        if self.keeper.whole or not buckets:
+    def _serves(self, partitions: bytes) -> bool:
+        """Return whether all addressed partitions (a bitmap; b"": all of this ps) are served."""
+        if self.keeper.whole or not partitions:
             return self.keeper.whole
-        return all(self.keeper.machine.answers(BucketId(b)) for b in bitmap_buckets(buckets))
+        return all(self.keeper.machine.answers(PartitionId(b)) for b in bitmap_partitions(partitions))
 
     def _push(self, request: Push, body: memoryview, arena: memoryview | None) -> DataAnswer:
         """Apply a push, log it, have the mirrors confirm it; Moved: ask again, maybe with a newer map."""
@@ -530,7 +533,7 @@ class PsService:
             return Pushed(0, 0, fenced=True)
         deadline = time.monotonic() + self.wait_s
         while request.version == self.route:
-            if not self._serves(request.buckets):
+            if not self._serves(request.partitions):
                 if not self._wait_changed(deadline):
                     break
                 continue
@@ -552,13 +555,13 @@ class PsService:
             self._cut_if_due()
             if not isinstance(answer, Pushed) or not (answer.applied or answer.repeats):
                 return answer
-            if not self._confirm(before, request.buckets, request.version, deadline):
+            if not self._confirm(before, request.partitions, request.version, deadline):
                 break
             faultpoints.reach("after_ack")
             return answer
         return Moved(self.route)
 
-    def _confirm(self, before: int, buckets: bytes, version: int, deadline: float) -> bool:
+    def _confirm(self, before: int, partitions: bytes, version: int, deadline: float) -> bool:
         """Wait until the mirrors have what was in the outbox. False: that can not be said."""
         after = self.store.outbox_ticket()
         if self.keeper.streams.is_done(after):
@@ -570,10 +573,10 @@ class PsService:
         with self.meter.waiting():
             confirmed = self.keeper.confirmed(before, after, deadline)
         # Who stopped serving meanwhile may have done so because a mirror refused something.
-        return confirmed and version == self.route and self._serves(buckets)
+        return confirmed and version == self.route and self._serves(partitions)
 
     def _apply(self, request: Push, body: memoryview, arena: memoryview | None) -> DataAnswer | None:
-        """None: the buckets are not served any more."""
+        """None: the partitions are not served any more."""
         token = request.token
         source = _memory(body, arena, request.shm)
         if self.load_of.request():
@@ -587,14 +590,14 @@ class PsService:
                 return Bad("this parameter server has finished")
             if self.failure:
                 return Bad(self.failure)
-            if request.version != self.route or not self._serves(request.buckets):
+            if request.version != self.route or not self._serves(request.partitions):
                 return None
             try:
                 done = self._push_in(request, source)
             except (ValueError, KeyError, TypeError, Recovering):
                 raise  # refused whole, before anything was applied
             except BaseException as error:
-                # Some buckets may have it, the log does not: nothing of this ps can be vouched for any more.
+                # Some partitions may have it, the log does not: nothing of this ps can be vouched for any more.
                 self._fail(f"ps:{self.slot} failed inside a push: {type(error).__name__}: {error}")
                 return Bad(self.failure)
             if done.applied:
@@ -614,20 +617,20 @@ class PsService:
         """Return the record of one span of a push."""
         who = token.worker, token.worker_incarnation
         of = span.shard, span.lo, span.hi, span.lease
-        return Applied(seq, *of, *who, done.applied, done.buckets, not span.learnt, at, left_out, joined)
+        return Applied(seq, *of, *who, done.applied, done.partitions, not span.learnt, at, left_out, joined)
 
     def _push_in(self, request: Push, source: memoryview) -> PushResult:
         token = request.token
         of = (token.shard, token.lo, token.hi, token.lease)
         more = [(span.shard, span.lo, span.hi, span.lease, span.learnt) for span in request.more]
         now_s = int(time.time())
-        if not request.buckets:
+        if not request.partitions:
             return self.store.push_at(*of, request.parts, source, request.skipped, now_s, request.step, more)
         parts = [
             (part.table, _keys(part, source), _rows(part, source, self.store.dim(part.table)), part.lr, part.options)
             for part in request.parts
         ]
-        return self.store.push(*of, request.buckets, parts, request.skipped, now_s, request.step, more)
+        return self.store.push(*of, request.partitions, parts, request.skipped, now_s, request.step, more)
 
     def _cut_if_due(self) -> None:
         now = time.monotonic()
@@ -661,11 +664,11 @@ class PsService:
         width = 8 + 4 * (self.store.dim(request.table) + self.store.state_floats(request.table))
         limit = min(request.limit, max(1, _SCAN_MAX_BYTES // width))
         with self._gate.shared():
-            if request.bucket not in self._owned:
+            if request.partition not in self._owned:
                 return Moved(self.route), []  # it left, or is not here yet: its new owner goes on from the same slot
             try:
                 keys, values, state, next_slot = self.store.scan(
-                    request.table, request.bucket, request.slot, limit, request.state
+                    request.table, request.partition, request.slot, limit, request.state
                 )
             except Recovering:
                 return Moved(self.route), []
@@ -687,7 +690,7 @@ class PsService:
         return Moved(self.route), []
 
     def _peek_once(self, request: Peek, keys: NDArray[np.int64]) -> Reply:
-        store, n, dim = self.store, self.store.n_buckets, self.store.dim(request.table)
+        store, n, dim = self.store, self.store.n_partitions, self.store.dim(request.table)
         keys, _, counts = unique_route(keys, n, request.table, np.arange(n, dtype=np.int32), n)
         slots = np.empty(len(keys), np.int64)
         store.locate(request.table, keys, slots)
@@ -697,12 +700,12 @@ class PsService:
         values = np.empty((len(there), dim), np.float32)
         states = np.empty((len(there), store.state_floats(request.table)), np.float32)
         done = np.empty(len(there), np.uint8)
-        buckets = np.repeat(np.arange(n), counts)[there].tolist()
-        for i, (bucket, slot) in enumerate(zip(buckets, slots[there].tolist(), strict=True)):
-            _, values[i], state, _ = store.scan(request.table, bucket, slot, 1, True)
+        partitions = np.repeat(np.arange(n), counts)[there].tolist()
+        for i, (partition, slot) in enumerate(zip(partitions, slots[there].tolist(), strict=True)):
+            _, values[i], state, _ = store.scan(request.table, partition, slot, 1, True)
             if state is not None:
                 states[i] = state
-            done[i] = marks.get(bucket, 0) >= request.until
+            done[i] = marks.get(partition, 0) >= request.until
         return Peeked(len(there)), [keys[there], values, states, done]
 
     def _stat(self) -> PsStats:

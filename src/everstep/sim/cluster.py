@@ -31,7 +31,7 @@ from everstep.brain.events import (
     MemberJoined,
     NodeJoined,
     Ok,
-    OrderImages,
+    OrderSnapshots,
     PlanRegistered,
     ProcessExited,
     PublishPlacement,
@@ -51,12 +51,12 @@ from everstep.brain.job import Phase
 from everstep.brain.states import StateCheck
 from everstep.brain.turns import PaceKeeper
 from everstep.config.consistency import parse_consistency
-from everstep.ids import BucketId, Incarnation, LeaseNo, NodeId, ShardKey, Slot
-from everstep.model.image import Holdings, Manifest
+from everstep.ids import Incarnation, LeaseNo, NodeId, PartitionId, ShardKey, Slot
 from everstep.model.member import Address, MemberKey, Role
 from everstep.model.placement import Placement
 from everstep.model.reasons import CheckpointReason
 from everstep.model.shard import Lease, ShardState, Span, Token, split_key
+from everstep.model.snapshot import Holdings, Manifest
 from everstep.model.turn import Turn, WorkerClock
 from everstep.native.ledger import PushLedger, SpanTuple
 from everstep.net.messages import Pushed
@@ -127,7 +127,7 @@ class SimMaster(SimProcess):
         self.conns: dict[tuple[str, int], Conn] = {}
         self.pending: list[tuple[list[InstructionType], Conn | None, Any, tuple[Any, ...], Event]] = []
         self.flushing = 0  # up to here, when the fsync under way returns
-        self.images_asked_at = 0.0
+        self.snapshots_asked_at = 0.0
         self.committing = 0  # a manifest is being written
         self.states = StateCheck()
         disk = self.disk
@@ -273,8 +273,8 @@ class SimMaster(SimProcess):
                         net.to_client(conn_, conn_.client.on_release, conn_, i.shards)  # type: ignore[union-attr, attr-defined]
             elif kind is RevokeLease:
                 self.order(("worker", i.member.slot), "revoke", i.lease)  # type: ignore[union-attr]
-            elif kind is OrderImages:
-                self.order_images()
+            elif kind is OrderSnapshots:
+                self.order_snapshots()
             elif kind is CommitManifest:
                 self.commit(i.manifest)  # type: ignore[union-attr]
             elif kind is FinishJob:
@@ -344,7 +344,7 @@ class SimMaster(SimProcess):
                 return
             self.watch.node_heard(key, self.now())
             for member, life in runs:
-                if (seat := self.brain.members.current(member.role, member.slot, life)) and seat.member.node == key:
+                if (record := self.brain.members.current(member.role, member.slot, life)) and record.member.node == key:
                     self.hear(self.watch.vouched(member, life, self.now(), 0.0))
         self.net.to_client(conn, conn.client.on_beaten, conn)  # type: ignore[attr-defined]
 
@@ -394,16 +394,16 @@ class SimMaster(SimProcess):
             self.commit(writing.manifest)
         elif now - writing.began_at >= GIVE_UP_S:
             self.record(CheckpointAsked(CheckpointReason.LATE))
-        elif now - self.images_asked_at >= 1.0:
-            self.order_images()
+        elif now - self.snapshots_asked_at >= 1.0:
+            self.order_snapshots()
 
-    def order_images(self) -> None:
+    def order_snapshots(self) -> None:
         brain = self.brain
         writing, placement = brain.checkpoints.writing, brain.placement
         if writing is None or placement is None or writing.manifest is not None:
             return
-        self.images_asked_at = self.now()
-        for slot in sorted({s for b, s in enumerate(placement.owner) if b not in writing.images}):
+        self.snapshots_asked_at = self.now()
+        for slot in sorted({s for b, s in enumerate(placement.owner) if b not in writing.snapshots}):
             self.order(("ps", slot), "images", writing.number)
 
     def commit(self, manifest: Manifest) -> None:
@@ -616,8 +616,9 @@ class SimAgent(SimMember):
 class Ps(Child):
     """Answers from its ledger. Every apply is told to the truth.
 
-    A later life takes over what the one before had, "as if recovered" from an image: shards that are done are complete,
-    others may have fallen back. It serves once the master knows of it, as a recovery ordered by the master does.
+    A later life takes over what the one before had, "as if recovered" from a snapshot: shards that are done are
+    complete, others may have fallen back. It serves once the master knows of it, as a recovery ordered by the master
+    does.
     """
 
     ledger: PushLedger
@@ -626,9 +627,9 @@ class Ps(Child):
         super().__init__(sim, f"ps:{slot}.{incarnation}", node)
         self.key = MemberKey(Role.PS, slot)
         self.incarnation = incarnation
-        self.owned = tuple(b for b in range(sim.spec.buckets) if b % sim.spec.ps == slot)
+        self.owned = tuple(b for b in range(sim.spec.partitions) if b % sim.spec.ps == slot)
         old = sim.servers.get(slot)
-        self.ledger = old.ledger if old is not None else sim.parts.ledger(sim.spec.buckets, self.owned)
+        self.ledger = old.ledger if old is not None else sim.parts.ledger(sim.spec.partitions, self.owned)
         self.serving = old is None
         self.address = Address(NodeId(node), f"ps-{slot}.{incarnation}")
 
@@ -671,8 +672,8 @@ class Ps(Child):
             self.net.send(self, worker, worker.on_closed, self.key.slot, lease.no)
             return
         self.sim.truth.opens(self.key.slot, lease.shard, lease.no)
-        buckets, marks = answer
-        self.net.send(self, worker, worker.on_opened, self.key.slot, lease.no, self.incarnation, buckets, marks)
+        partitions, marks = answer
+        self.net.send(self, worker, worker.on_opened, self.key.slot, lease.no, self.incarnation, partitions, marks)
 
     def on_push(
         self,
@@ -696,11 +697,11 @@ class Ps(Child):
             answer = Pushed(r.applied, r.repeats, r.gap, r.fenced)
             sim.truth.takes_whole(slot, spans, before, watermarks(self.ledger, spans))
             if r.applied:
-                bits = int.from_bytes(r.buckets, "little") if r.buckets else -1
-                for bucket in self.owned:
-                    if bits >> bucket & 1:
+                bits = int.from_bytes(r.partitions, "little") if r.partitions else -1
+                for partition in self.owned:
+                    if bits >> partition & 1:
                         for shard, lo, hi, lease, learnt in spans:
-                            sim.truth.applies(slot, BucketId(bucket), shard, lo, hi, lease, not learnt)
+                            sim.truth.applies(slot, PartitionId(partition), shard, lo, hi, lease, not learnt)
             if r.gap < 0 and not r.fenced:
                 bits = int.from_bytes(bitmap, "little") if bitmap else -1
                 addressed = tuple(b for b in self.owned if bits >> b & 1)
@@ -721,9 +722,9 @@ def spans_of(token: Token, skipped: bool, more: Sequence[Span]) -> tuple[SpanTup
 
 
 def watermarks(ledger: PushLedger, spans: Sequence[SpanTuple]) -> dict[int, dict[int, int]]:
-    """By bucket, the watermarks of the shards that these spans are of."""
+    """By partition, the watermarks of the shards that these spans are of."""
     shards = {span[0] for span in spans}
-    return {b: {s: book.shards[s][0] for s in shards if s in book.shards} for b, book in ledger.buckets.items()}
+    return {b: {s: book.shards[s][0] for s in shards if s in book.shards} for b, book in ledger.partitions.items()}
 
 
 # ---------------------------------------------------------------- a worker
@@ -856,10 +857,10 @@ class Worker(Child):
     # ------------------------------------------------------------ the ps
 
     def on_opened(
-        self, ps: Slot, lease: LeaseNo, incarnation: Incarnation, buckets: Sequence[int], marks: Sequence[int]
+        self, ps: Slot, lease: LeaseNo, incarnation: Incarnation, partitions: Sequence[int], marks: Sequence[int]
     ) -> None:
         self.stamps[ps] = self.kernel.now
-        self.act(self.protocol.opened(ps, lease, incarnation, buckets, marks))
+        self.act(self.protocol.opened(ps, lease, incarnation, partitions, marks))
         self.opened_anew = bool(self.queue)
         self.pump()
 
@@ -898,7 +899,7 @@ class Worker(Child):
             self.act(protocol.more())
         gate = self.gate
         if gate is not None:
-            often = 0.6 if self.opened_anew else 0.05  # (its buckets may be others than when it was handed out)
+            often = 0.6 if self.opened_anew else 0.05  # (its partitions may be others than when it was handed out)
             if gate.sync and queue and rng.random() < often and protocol.put_back(queue[-1]):
                 self.opened_anew = False
                 queue.pop()  # it will be cut anew: shares are others now

@@ -47,12 +47,12 @@ from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.decision import Decision
 from everstep.model.group import Committed, Group, Mark, StepSplit
-from everstep.model.image import ImageFile, Manifest, ReplicaImage
 from everstep.model.member import MemberKey, Role
 from everstep.model.plan import Action as PlanAction
 from everstep.model.plan import AdjustAccum, AdjustBatch, KillRestart
 from everstep.model.plan import Plan as PolicyPlan
 from everstep.model.reasons import LeaveReason
+from everstep.model.snapshot import CheckpointFile, Manifest, ReplicaCopy
 from everstep.monitor.steps import StepFacts, StepLog, check_steps
 from everstep.policies.step_split import StepCut as StepCut
 from everstep.policies.step_split import cut_step
@@ -77,7 +77,7 @@ UPDATE = 0.4  # of a step's time, at most, is the script's iteration after the v
 BUSY = ("out", "computing", "updating", "behind")  # of its script, or between two steps: in no collective
 
 
-class GroupScenario(Scenario, frozen=True, kw_only=True):
+class GroupScenario(Scenario, frozen=True, kw_only=True, rename={"partitions": "buckets"}):
     """As :class:`Scenario`; ``batch_s`` is the time of a step."""
 
     strategy: Literal["elastic", "fixed"] = "elastic"
@@ -336,10 +336,10 @@ class GroupMaster(SimMaster):
         if writing is not None or self.brain.state.groups.step > replica_start(self.brain.checkpoints)[0].step:
             super().tick_checkpoints(now)
 
-    def order_images(self) -> None:
+    def order_snapshots(self) -> None:
         writing, group = self.brain.checkpoints.writing, self.brain.state.groups.group
         if writing is not None and writing.manifest is None and group is not None and group.members:
-            self.images_asked_at = self.now()
+            self.snapshots_asked_at = self.now()
             writer = self.brain.members.workers.get(writing.writer)
             slot = writer.member.slot if writer is not None and writer.running else group.members[0].slot
             self.order(("worker", slot), "save", writing.number)
@@ -488,18 +488,18 @@ class GroupWorker(Child):
         self.copies += 1
         path = f"images/{number:06d}/replica-{self.key.slot}.{self.incarnation}-{self.copies}.rep"
         self.gsim.states[path] = self.mark, self.chain, self.print
-        image = ReplicaImage(mark=self.mark, file=ImageFile(path, 1, ""), origin=self.origin or 0, parameters=1)
-        self.later(0.02 + 0.3 * self.kernel.random(), self.written, number, image)
+        snapshot = ReplicaCopy(mark=self.mark, file=CheckpointFile(path, 1, ""), origin=self.origin or 0, parameters=1)
+        self.later(0.02 + 0.3 * self.kernel.random(), self.written, number, snapshot)
 
-    def written(self, number: int, image: ReplicaImage) -> None:
-        if self.settled < image.mark.step:
-            self.later(0.05, self.written, number, image)
+    def written(self, number: int, snapshot: ReplicaCopy) -> None:
+        if self.settled < snapshot.mark.step:
+            self.later(0.05, self.written, number, snapshot)
             return
         if self.writing == number:  # (until it is answered)
-            self.call(ReplicaWritten(number, image), self.on_written, (number, image))
-            self.later(1.0, self.written, number, image)
+            self.call(ReplicaWritten(number, snapshot), self.on_written, (number, snapshot))
+            self.later(1.0, self.written, number, snapshot)
 
-    def on_written(self, conn: Conn, number: int, image: ReplicaImage, answer: AnswerType) -> None:
+    def on_written(self, conn: Conn, number: int, snapshot: ReplicaCopy, answer: AnswerType) -> None:
         if isinstance(answer, Fenced):
             self.exit(4)
         elif not isinstance(answer, Refused) and self.writing == number:

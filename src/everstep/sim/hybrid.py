@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from everstep.allreduce.group_machine import GroupMachine
-from everstep.ids import BucketId, Incarnation, LeaseNo, ShardKey, Slot
+from everstep.ids import Incarnation, LeaseNo, PartitionId, ShardKey, Slot
 from everstep.model.group import Committed
 from everstep.model.shard import split_key
 from everstep.native.ledger import PushLedger
@@ -41,7 +41,7 @@ from everstep.tables.step_pushes import (
 )
 
 SERVERS = 2
-BUCKETS = 3
+PARTITIONS = 3
 OVERDUE_S = 0.4  # a request to a ps without an answer is said again
 ROUTE = 1  # the only map
 WAIT_S = 1.0  # who waits for its own pushes so long takes over those of others, too
@@ -53,7 +53,7 @@ class TablePs(SimProcess):
     def __init__(self, sim: HybridSimulation, slot: Slot) -> None:
         super().__init__(sim.kernel, f"ps:{slot}.1", "node0")
         self.sim, self.slot = sim, slot
-        self.ledger: PushLedger = sim.parts.ledger(BUCKETS, [b for b in range(BUCKETS) if b % SERVERS == slot])
+        self.ledger: PushLedger = sim.parts.ledger(PARTITIONS, [b for b in range(PARTITIONS) if b % SERVERS == slot])
 
     def on_open(self, worker: HybridWorker, request: int, shard: ShardKey, lease: LeaseNo) -> None:
         answer = self.ledger.open(shard, 0, lease)
@@ -372,7 +372,7 @@ class HybridWorker(GroupWorker):
 
 
 class HybridSimulation(GroupSimulation):
-    """``there``: what each ps applied, by origin and step: epoch, hi. ``counts``: by epoch, bucket and position.
+    """``there``: what each ps applied, by origin and step: epoch, hi. ``counts``: by epoch, partition and position.
     ``held_back``: by state."""
 
     def __init__(
@@ -386,7 +386,7 @@ class HybridSimulation(GroupSimulation):
         machine: type[GroupMachine] = GroupMachine,
     ) -> None:
         super().__init__(seed, scenario, parts, trace, validate, worker, machine)
-        self.counts = [[bytearray(scenario.samples) for _ in range(BUCKETS)] for _ in range(scenario.epochs)]
+        self.counts = [[bytearray(scenario.samples) for _ in range(PARTITIONS)] for _ in range(scenario.epochs)]
         self.there: dict[tuple[Slot, int, int], tuple[int, int]] = {}
         self.held_back: dict[int, tuple[Range, ...]] = {}
         self.accumulate = scenario.accumulate
@@ -395,12 +395,14 @@ class HybridSimulation(GroupSimulation):
     def reached(self, ps: Slot, origin: int, owed: Owed, content: tuple[Range, ...], worker: HybridWorker) -> None:
         """``ps`` applied a step of the line ``origin``; the gradients of ``content`` are in it."""
         left_out = [r for r in owed.ranges if not r.learnt]
-        for bucket in self.ps[ps].ledger.buckets:
+        for partition in self.ps[ps].ledger.partitions:
             for r in (*content, *left_out):
                 epoch = split_key(r.shard)[1]
-                row = self.counts[epoch][bucket]
+                row = self.counts[epoch][partition]
                 if any(row[r.lo : r.hi]):
-                    raise Violation(f"bucket {BucketId(bucket)} has [{r.lo}, {r.hi}) of epoch {epoch} twice: {worker}")
+                    raise Violation(
+                        f"bucket {PartitionId(partition)} has [{r.lo}, {r.hi}) of epoch {epoch} twice: {worker}"
+                    )
                 row[r.lo : r.hi] = b"\1" * (r.hi - r.lo)
         what = split_key(owed.shard)[1], owed.hi
         if self.there.setdefault((ps, origin, owed.step), what) != what:
@@ -412,10 +414,10 @@ class HybridSimulation(GroupSimulation):
 
     def check(self) -> None:
         super().check()
-        for epoch, buckets in enumerate(self.counts):
-            for bucket, row in enumerate(buckets):
+        for epoch, partitions in enumerate(self.counts):
+            for partition, row in enumerate(partitions):
                 if not all(row):
-                    raise Violation(f"bucket {bucket} lacks position {row.index(0)} of epoch {epoch} at the end")
+                    raise Violation(f"bucket {partition} lacks position {row.index(0)} of epoch {epoch} at the end")
         origin = self.master.brain.state.groups.origin
         chains = [chain for line, chain in self.ended_with if line == origin]
         steps: dict[int, tuple[int, int]] = {}

@@ -1,9 +1,9 @@
-"""What must be true when buckets go from ps to ps: the counts of truth.py, and which ps has each bucket by right.
+"""What must be true when partitions go from ps to ps: the counts of truth.py, and which ps has each partition by right.
 
-A bucket's *holder* is the ps that took it last. Only what the holder applies counts; what a replaced one still applies
-counts for nothing and must not be acknowledged. When another takes the bucket, the changes that it has not (seq beyond
-its own) are undone here too: then they must not have been acknowledged, if pushes wait for mirrors. Its bytes and marks
-must be exactly those of the changes that remain.
+A partition's *holder* is the ps that took it last. Only what the holder applies counts; what a replaced one still
+applies counts for nothing and must not be acknowledged. When another takes the partition, the changes that it has not
+(seq beyond its own) are undone here too: then they must not have been acknowledged, if pushes wait for mirrors. Its
+bytes and marks must be exactly those of the changes that remain.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from everstep.ids import BucketId, Incarnation, LeaseNo, ShardKey, Slot
-from everstep.model.image import DatasetPosition
+from everstep.ids import Incarnation, LeaseNo, PartitionId, ShardKey, Slot
 from everstep.model.reasons import Arrival
 from everstep.model.shard import Lease, ShardSchedule, shard_key, split_key
+from everstep.model.snapshot import DatasetPosition
 from everstep.native.ledger import batch_fingerprint
 from everstep.protect.replication import PeerKey
 from everstep.sim.kernel import Violation
-from everstep.sim.sim_store import Bucket
+from everstep.sim.sim_store import Partition
 from everstep.sim.truth import Truth
 
 _MASK = (1 << 64) - 1
@@ -39,17 +39,17 @@ class Lineage(Truth):
     """``acked``: whether a push waits for its mirrors. ``lenient``: whether losses may cost something that must then be
     trained again (eager, or beyond the protection level)."""
 
-    def __init__(self, plan: ShardSchedule, epochs: int, buckets: int, acked: bool, lenient: bool) -> None:
-        super().__init__(plan, epochs, buckets)
+    def __init__(self, plan: ShardSchedule, epochs: int, partitions: int, acked: bool, lenient: bool) -> None:
+        super().__init__(plan, epochs, partitions)
         self.acked, self.lenient = acked, lenient
-        self.holder: dict[BucketId, PeerKey | None] = {}
-        self.log: dict[BucketId, list[_Change]] = {BucketId(b): [] for b in range(buckets)}
-        self.content: dict[BucketId, int] = {BucketId(b): 0 for b in range(buckets)}
-        self.fences: dict[tuple[BucketId, ShardKey], int] = {}
-        self.promised = [[bytearray(plan.samples) for _ in range(buckets)] for _ in range(epochs)]
-        self.bases: dict[BucketId, int] = {}  # fingerprint of the image under the log
+        self.holder: dict[PartitionId, PeerKey | None] = {}
+        self.log: dict[PartitionId, list[_Change]] = {PartitionId(b): [] for b in range(partitions)}
+        self.content: dict[PartitionId, int] = {PartitionId(b): 0 for b in range(partitions)}
+        self.fences: dict[tuple[PartitionId, ShardKey], int] = {}
+        self.promised = [[bytearray(plan.samples) for _ in range(partitions)] for _ in range(epochs)]
+        self.bases: dict[PartitionId, int] = {}  # fingerprint of the snapshot under the log
         self.undone = self.loaded = self.moved = self.begun = 0
-        self.restarted: set[BucketId] = set()  # went on from an image, or began again
+        self.restarted: set[PartitionId] = set()  # went on from a snapshot, or began again
         self.kept: set[ShardKey] = set()  # of a resumed job: done by its manifest, and not to be trained again
 
     def _bits(self, shard: ShardKey, lo: int, hi: int) -> int:
@@ -57,97 +57,99 @@ class Lineage(Truth):
 
     # ------------------------------------------------------------ at the ps
 
-    def opened(self, ps: PeerKey, shard: ShardKey, lease: LeaseNo, seqs: dict[BucketId, int]) -> None:
-        """``ps`` let ``lease`` open ``shard`` in the buckets ``seqs``, which are at these seqs now."""
-        for bucket, seq in seqs.items():
-            if self.holder.get(bucket) != ps:
+    def opened(self, ps: PeerKey, shard: ShardKey, lease: LeaseNo, seqs: dict[PartitionId, int]) -> None:
+        """``ps`` let ``lease`` open ``shard`` in the partitions ``seqs``, which are at these seqs now."""
+        for partition, seq in seqs.items():
+            if self.holder.get(partition) != ps:
                 continue
-            known = self.fences.get((bucket, shard), -1)
+            known = self.fences.get((partition, shard), -1)
             if lease < known:
                 raise Violation(f"ps:{ps[0]} let lease {lease:x} open shard {shard:x} after the later {known:x}")
-            self.fences[bucket, shard] = lease
-            self.log[bucket].append(_Change(seq, shard, lease, -1, -1, known))
+            self.fences[partition, shard] = lease
+            self.log[partition].append(_Change(seq, shard, lease, -1, -1, known))
         if not self.lenient:
             self.follows(shard)
 
     def applied_by(
-        self, ps: PeerKey, bucket: BucketId, seq: int, shard: ShardKey, lo: int, hi: int, lease: LeaseNo
+        self, ps: PeerKey, partition: PartitionId, seq: int, shard: ShardKey, lo: int, hi: int, lease: LeaseNo
     ) -> None:
-        """``ps`` applied ``[lo, hi)`` to ``bucket``, which is at ``seq`` now."""
-        if self.holder.get(bucket) != ps:
+        """``ps`` applied ``[lo, hi)`` to ``partition``, which is at ``seq`` now."""
+        if self.holder.get(partition) != ps:
             return
-        if lease != self.fences.get((bucket, shard), -1):
+        if lease != self.fences.get((partition, shard), -1):
             raise Violation(f"ps:{ps[0]} applied [{lo}, {hi}) of shard {shard:x} by the fenced lease {lease:x}")
         _, epoch, index = split_key(shard)
         start, stop = self.plan.bounds(index)
         if not start <= lo < hi <= stop:
             raise Violation(f"ps:{ps[0]} applied [{lo}, {hi}), shard {shard:x} is [{start}, {stop})")
-        counts = self.counts[epoch][bucket]
+        counts = self.counts[epoch][partition]
         if any(counts[lo:hi]):
-            raise Violation(f"bucket {bucket} counts [{lo}, {hi}) of epoch {epoch} twice (ps:{ps[0]}, shard {shard:x})")
+            raise Violation(
+                f"bucket {partition} counts [{lo}, {hi}) of epoch {epoch} twice (ps:{ps[0]}, shard {shard:x})"
+            )
         counts[lo:hi] = b"\1" * (hi - lo)
         self.missing[epoch] -= hi - lo
         self.applied += hi - lo
-        self.content[bucket] ^= self._bits(shard, lo, hi)
-        self.log[bucket].append(_Change(seq, shard, lease, lo, hi))
+        self.content[partition] ^= self._bits(shard, lo, hi)
+        self.log[partition].append(_Change(seq, shard, lease, lo, hi))
 
-    def acknowledged(self, ps: PeerKey, buckets: tuple[BucketId, ...], shard: ShardKey, lo: int, hi: int) -> None:
-        """``ps`` answered that these buckets have ``[lo, hi)``."""
+    def acknowledged(self, ps: PeerKey, partitions: tuple[PartitionId, ...], shard: ShardKey, lo: int, hi: int) -> None:
+        """``ps`` answered that these partitions have ``[lo, hi)``."""
         epoch = split_key(shard)[1]
-        for bucket in buckets:
-            mine = self.holder.get(bucket) == ps
-            if not all(self.counts[epoch][bucket][lo:hi]) and (mine or (self.acked and not self.lenient)):
-                raise Violation(f"ps:{ps[0]} acknowledged [{lo}, {hi}) of shard {shard:x}, bucket {bucket} lacks it")
+        for partition in partitions:
+            mine = self.holder.get(partition) == ps
+            if not all(self.counts[epoch][partition][lo:hi]) and (mine or (self.acked and not self.lenient)):
+                raise Violation(f"ps:{ps[0]} acknowledged [{lo}, {hi}) of shard {shard:x}, bucket {partition} lacks it")
             if mine:
-                self.promised[epoch][bucket][lo:hi] = b"\1" * (hi - lo)
+                self.promised[epoch][partition][lo:hi] = b"\1" * (hi - lo)
 
-    def gave(self, ps: PeerKey, bucket: BucketId) -> None:
+    def gave(self, ps: PeerKey, partition: PartitionId) -> None:
         """``ps`` serves it no longer; it stays the holder of what is in it."""
 
-    def took(self, ps: PeerKey, bucket: BucketId, how: Arrival, what: Bucket) -> None:
-        """``ps`` serves ``bucket`` from now on, and this is in it."""
-        log = self.log[bucket]
+    def took(self, ps: PeerKey, partition: PartitionId, how: Arrival, what: Partition) -> None:
+        """``ps`` serves ``partition`` from now on, and this is in it."""
+        log = self.log[partition]
         if how is Arrival.NEW:
-            if bucket in self.holder:
-                had = self.holder[bucket]
+            if partition in self.holder:
+                had = self.holder[partition]
                 where = f"ps:{had[0]} had it" if had is not None else "there is an image of it"
-                raise Violation(f"ps:{ps[0]} began bucket {bucket} empty, {where}")
+                raise Violation(f"ps:{ps[0]} began bucket {partition} empty, {where}")
         elif how is Arrival.BEGUN:
             self.begun += 1
             if what.seq or what.content:
-                raise Violation(f"ps:{ps[0]} began bucket {bucket} again, and it is not empty")
-            self._loaded(bucket, what)
+                raise Violation(f"ps:{ps[0]} began bucket {partition} again, and it is not empty")
+            self._loaded(partition, what)
         elif how is Arrival.LOADED:
             self.loaded += 1
-            self._loaded(bucket, what)
+            self._loaded(partition, what)
         else:
             self.moved += 1
             lost = [c for c in log if c.seq > what.seq]
             del log[len(log) - len(lost) :]
             for c in reversed(lost):
-                self._undo(bucket, c, ps)
-            self._check(ps, bucket, how, what)
-        self.holder[bucket] = ps
+                self._undo(partition, c, ps)
+            self._check(ps, partition, how, what)
+        self.holder[partition] = ps
 
-    def whole(self, ps: PeerKey, bucket: BucketId, what: Bucket) -> None:
+    def whole(self, ps: PeerKey, partition: PartitionId, what: Partition) -> None:
         """``ps`` had taken it early; all of it is there now."""
-        if self.holder.get(bucket) == ps:
-            self._check(ps, bucket, "rebuilt row by row", what)
+        if self.holder.get(partition) == ps:
+            self._check(ps, partition, "rebuilt row by row", what)
 
-    def _undo(self, bucket: BucketId, c: _Change, ps: PeerKey) -> None:
+    def _undo(self, partition: PartitionId, c: _Change, ps: PeerKey) -> None:
         epoch = split_key(c.shard)[1]
         if c.lo < 0:
-            self.fences[bucket, c.shard] = c.before
+            self.fences[partition, c.shard] = c.before
             return
-        promised = self.promised[epoch][bucket]
+        promised = self.promised[epoch][partition]
         if self.acked and any(promised[c.lo : c.hi]):
             raise Violation(
-                f"bucket {bucket} came to ps:{ps[0]} without [{c.lo}, {c.hi}) of shard {c.shard:x}, "
+                f"bucket {partition} came to ps:{ps[0]} without [{c.lo}, {c.hi}) of shard {c.shard:x}, "
                 f"seq {c.seq}, which was acknowledged"
             )
         promised[c.lo : c.hi] = bytes(c.hi - c.lo)
-        self.undoes(bucket, c.shard, c.lo, c.hi)
-        self.content[bucket] ^= self._bits(c.shard, c.lo, c.hi)
+        self.undoes(partition, c.shard, c.lo, c.hi)
+        self.content[partition] ^= self._bits(c.shard, c.lo, c.hi)
         self._reopened(c.shard)
 
     def _reopened(self, shard: ShardKey) -> None:
@@ -155,36 +157,36 @@ class Lineage(Truth):
         if self.lenient:
             self.done.pop(shard, None)
 
-    def _check(self, ps: PeerKey, bucket: BucketId, how: str, what: Bucket) -> None:
+    def _check(self, ps: PeerKey, partition: PartitionId, how: str, what: Partition) -> None:
         """Bit for bit what was applied, and the marks that go with it."""
-        log = self.log[bucket]
-        name = f"bucket {bucket}, which ps:{ps[0]} has {how}, at seq {what.seq}"
+        log = self.log[partition]
+        name = f"bucket {partition}, which ps:{ps[0]} has {how}, at seq {what.seq}"
         if log and what.seq < log[-1].seq:
             raise Violation(f"{name}, ends before {log[-1].seq}")
-        if not what.absent and what.content != self.content[bucket]:
+        if not what.absent and what.content != self.content[partition]:
             raise Violation(f"{name}, holds other samples than were applied to it")
-        prints = sum(batch_fingerprint(c.shard, c.lo, c.hi) for c in log if c.lo >= 0) + self.bases.get(bucket, 0)
+        prints = sum(batch_fingerprint(c.shard, c.lo, c.hi) for c in log if c.lo >= 0) + self.bases.get(partition, 0)
         if what.book.fingerprint != prints & _MASK:
             raise Violation(f"{name}, has another fingerprint than what was applied to it")
         for shard, (mark, fence) in what.book.shards.items():
             key = ShardKey(shard)
-            known = self.fences.get((bucket, key), -1)
+            known = self.fences.get((partition, key), -1)
             if fence != known:
                 raise Violation(f"{name}, has fence {fence:x} of shard {shard:x}, not {known:x}")
             _, epoch, index = split_key(key)
             start, stop = self.plan.bounds(index)
-            counts = self.counts[epoch][bucket]
+            counts = self.counts[epoch][partition]
             if not all(counts[start:mark]) or any(counts[mark:stop]):
                 raise Violation(f"{name}, has watermark {mark} of shard {shard:x}, which is not what was applied")
 
-    def _loaded(self, bucket: BucketId, what: Bucket) -> None:
-        """From now on what the image has is the truth; the rest is undone, and must be trained again."""
-        self.restarted.add(bucket)
+    def _loaded(self, partition: PartitionId, what: Partition) -> None:
+        """From now on what the snapshot has is the truth; the rest is undone, and must be trained again."""
+        self.restarted.add(partition)
         self.came_back = True
         n = self.plan.samples
         total = 0
         for epoch in range(self.epochs):
-            counts, promised = self.counts[epoch][bucket], self.promised[epoch][bucket]
+            counts, promised = self.counts[epoch][partition], self.promised[epoch][partition]
             bits = what.content >> (epoch * n) & ((1 << n) - 1)
             for position in range(n):
                 has = bits >> position & 1
@@ -198,22 +200,22 @@ class Lineage(Truth):
                 if bits >> lo & 1:
                     total += batch_fingerprint(epoch << 32, lo, lo + 1)
         if what.book.fingerprint != total & _MASK:
-            raise Violation(f"the image of bucket {bucket} has another fingerprint than its samples")
-        self.content[bucket] = what.content
-        self.log[bucket] = []
-        self.bases[bucket] = total
-        for key in [k for k in self.fences if k[0] == bucket]:
+            raise Violation(f"the image of bucket {partition} has another fingerprint than its samples")
+        self.content[partition] = what.content
+        self.log[partition] = []
+        self.bases[partition] = total
+        for key in [k for k in self.fences if k[0] == partition]:
             del self.fences[key]
         for number, (_, fence) in what.book.shards.items():
-            self.fences[bucket, ShardKey(number)] = fence
+            self.fences[partition, ShardKey(number)] = fence
 
     # ------------------------------------------------------------ a whole job that goes on from a checkpoint
 
-    def resumed(self, images: dict[BucketId, Bucket], positions: Sequence[DatasetPosition]) -> None:
-        """Another job begins with these images of all buckets, and its manifest tells these positions."""
-        for bucket, image in images.items():
-            self._loaded(bucket, image)
-            self.holder[bucket] = None
+    def resumed(self, snapshots: dict[PartitionId, Partition], positions: Sequence[DatasetPosition]) -> None:
+        """Another job begins with these snapshots of all partitions, and its manifest tells these positions."""
+        for partition, snapshot in snapshots.items():
+            self._loaded(partition, snapshot)
+            self.holder[partition] = None
         self.restarted.clear()
         self.granted.clear()
         complete: set[ShardKey] = set()
@@ -243,7 +245,7 @@ class Lineage(Truth):
 
     # ------------------------------------------------------------ at the end
 
-    def at_rest(self, bucket: BucketId, what: Bucket) -> None:
+    def at_rest(self, partition: PartitionId, what: Partition) -> None:
         """Its owner's at the end of the run."""
-        if what.content != self.content[bucket]:
-            raise Violation(f"bucket {bucket} holds other samples at the end than were applied to it")
+        if what.content != self.content[partition]:
+            raise Violation(f"bucket {partition} holds other samples at the end than were applied to it")

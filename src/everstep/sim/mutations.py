@@ -1,7 +1,7 @@
 """Protocol bugs, planted one at a time. The simulator is worth what it catches: every one of these must be found.
 
 Each mutation replaces a part by a subclass, or patches one function for the time of a run. What is *not* here was
-tried and found harmless, because another rule makes up for it: a ragged interval pushed to all buckets (those ahead
+tried and found harmless, because another rule makes up for it: a ragged interval pushed to all partitions (those ahead
 answer "repeat"), batches that are not cut at watermarks (gap after gap, but the shard's end brings all together), a
 fenced push taken for acknowledged ("done" is then refused), an end of data said while others still work.
 """
@@ -48,21 +48,21 @@ from everstep.tables.worker_protocol import AskShard, WorkerAction, WorkerProtoc
 
 class NoFenceOnOpen(PushLedger):
     def open(self, shard: int, start: int, lease: int) -> tuple[list[int], list[int]] | None:
-        fences = {b: k.shards[shard][1] for b, k in self.buckets.items() if shard in k.shards}
+        fences = {b: k.shards[shard][1] for b, k in self.partitions.items() if shard in k.shards}
         answer = super().open(shard, start, lease)
         if answer is not None:
             for b, fence in fences.items():
-                self.buckets[b].shards[shard][1] = fence
+                self.partitions[b].shards[shard][1] = fence
         return answer
 
 
-class FenceOneBucket(PushLedger):
+class FenceOnePartition(PushLedger):
     def open(self, shard: int, start: int, lease: int) -> tuple[list[int], list[int]] | None:
-        fences = {b: k.shards[shard][1] for b, k in list(self.buckets.items())[1:] if shard in k.shards}
+        fences = {b: k.shards[shard][1] for b, k in list(self.partitions.items())[1:] if shard in k.shards}
         answer = super().open(shard, start, lease)
         if answer is not None:
             for b, fence in fences.items():
-                self.buckets[b].shards[shard][1] = fence
+                self.partitions[b].shards[shard][1] = fence
         return answer
 
 
@@ -73,15 +73,15 @@ class PushIgnoresFence(PushLedger):
         lo: int,
         hi: int,
         lease: int,
-        buckets: bytes = b"",
+        partitions: bytes = b"",
         skipped: bool = False,
         more: Sequence[SpanTuple] = (),
     ) -> PushResult:
-        books = [k.shards[shard] for k in self.buckets.values() if shard in k.shards]
+        books = [k.shards[shard] for k in self.partitions.values() if shard in k.shards]
         fences = [book[1] for book in books]
         for book in books:
             book[1] = min(book[1], lease)
-        result = super().push(shard, lo, hi, lease, buckets, skipped, more)
+        result = super().push(shard, lo, hi, lease, partitions, skipped, more)
         for book, fence in zip(books, fences, strict=True):
             book[1] = fence
         return result
@@ -89,7 +89,7 @@ class PushIgnoresFence(PushLedger):
 
 class OpenIgnoresFence(PushLedger):
     def open(self, shard: int, start: int, lease: int) -> tuple[list[int], list[int]] | None:
-        for book in self.buckets.values():
+        for book in self.partitions.values():
             if shard in book.shards:
                 book.shards[shard][1] = min(book.shards[shard][1], lease)
         return super().open(shard, start, lease)
@@ -97,7 +97,7 @@ class OpenIgnoresFence(PushLedger):
 
 class OpenStartsOver(PushLedger):
     def open(self, shard: int, start: int, lease: int) -> tuple[list[int], list[int]] | None:
-        for book in self.buckets.values():
+        for book in self.partitions.values():
             if shard in book.shards and book.shards[shard][1] < lease:
                 book.shards[shard][0] = start
         return super().open(shard, start, lease)
@@ -110,13 +110,13 @@ class GapMovesWatermark(PushLedger):
         lo: int,
         hi: int,
         lease: int,
-        buckets: bytes = b"",
+        partitions: bytes = b"",
         skipped: bool = False,
         more: Sequence[SpanTuple] = (),
     ) -> PushResult:
-        result = super().push(shard, lo, hi, lease, buckets, skipped, more)
+        result = super().push(shard, lo, hi, lease, partitions, skipped, more)
         if result.gap >= 0:
-            for book in self.buckets.values():
+            for book in self.partitions.values():
                 if shard in book.shards and book.shards[shard][0] < lo:
                     book.shards[shard][0] = hi
         return result
@@ -129,11 +129,11 @@ class GapAcknowledged(PushLedger):
         lo: int,
         hi: int,
         lease: int,
-        buckets: bytes = b"",
+        partitions: bytes = b"",
         skipped: bool = False,
         more: Sequence[SpanTuple] = (),
     ) -> PushResult:
-        return super().push(shard, lo, hi, lease, buckets, skipped, more)._replace(gap=-1)
+        return super().push(shard, lo, hi, lease, partitions, skipped, more)._replace(gap=-1)
 
 
 class RepeatApplied(PushLedger):
@@ -143,15 +143,15 @@ class RepeatApplied(PushLedger):
         lo: int,
         hi: int,
         lease: int,
-        buckets: bytes = b"",
+        partitions: bytes = b"",
         skipped: bool = False,
         more: Sequence[SpanTuple] = (),
     ) -> PushResult:
-        for b in self.check_push(shard, lo, hi, lease, buckets):
-            mark = self.buckets[b].shards.get(shard)
+        for b in self.check_push(shard, lo, hi, lease, partitions):
+            mark = self.partitions[b].shards.get(shard)
             if mark is not None and mark[0] == hi and mark[1] <= lease:
                 mark[0] = lo
-        return super().push(shard, lo, hi, lease, buckets, skipped, more)
+        return super().push(shard, lo, hi, lease, partitions, skipped, more)
 
 
 class OverlapApplied(PushLedger):
@@ -161,15 +161,15 @@ class OverlapApplied(PushLedger):
         lo: int,
         hi: int,
         lease: int,
-        buckets: bytes = b"",
+        partitions: bytes = b"",
         skipped: bool = False,
         more: Sequence[SpanTuple] = (),
     ) -> PushResult:
-        for b in self.check_push(shard, lo, hi, lease, buckets):
-            mark = self.buckets[b].shards.get(shard)
+        for b in self.check_push(shard, lo, hi, lease, partitions):
+            mark = self.partitions[b].shards.get(shard)
             if mark is not None and lo < mark[0] < hi and mark[1] <= lease:
                 mark[0] = lo
-        return super().push(shard, lo, hi, lease, buckets, skipped, more)
+        return super().push(shard, lo, hi, lease, partitions, skipped, more)
 
 
 class ForgetsReleased(PushLedger):
@@ -206,18 +206,18 @@ def _expired_to_no_place(self: LeaseConcern, e: LeaseExpired, told: Event) -> li
     return out
 
 
-def _dropped_to_no_place(self: LeaseConcern, seat: SlotRecord, reason: str) -> list[InstructionType]:
-    held = list(seat.held)
-    out = _drop_leases(self, seat, reason)
+def _dropped_to_no_place(self: LeaseConcern, record: SlotRecord, reason: str) -> list[InstructionType]:
+    held = list(record.held)
+    out = _drop_leases(self, record, reason)
     for key in held:
         _lose(self, key, True)
     return out
 
 
 def _grants_twice(self: LeaseConcern, e: ShardAsked, told: Event) -> list[InstructionType]:
-    seat = self.members.workers.get(told.slot)
-    if seat is not None and seat.member.incarnation == told.incarnation and e.dataset in seat.granted:
-        seat.granted[e.dataset].pop(e.ask, None)
+    record = self.members.workers.get(told.slot)
+    if record is not None and record.member.incarnation == told.incarnation and e.dataset in record.granted:
+        record.granted[e.dataset].pop(e.ask, None)
     return _shard_asked(self, e, told)
 
 
@@ -229,20 +229,20 @@ def _releases_too_much(self: LeaseConcern, e: ShardDone, told: Event) -> list[In
     return out
 
 
-def _releases_at_return(self: LeaseConcern, seat: SlotRecord, reason: str) -> list[InstructionType]:
-    held = tuple(seat.held)
-    out = _drop_leases(self, seat, reason)
+def _releases_at_return(self: LeaseConcern, record: SlotRecord, reason: str) -> list[InstructionType]:
+    held = tuple(record.held)
+    out = _drop_leases(self, record, reason)
     return [*out, ReleaseShards(held)] if held else out
 
 
-def _adopts_fenced_lease(self: LeaseConcern, seat: SlotRecord, lease: Lease) -> bool:
+def _adopts_fenced_lease(self: LeaseConcern, record: SlotRecord, lease: Lease) -> bool:
     held = self.shards.leases.get(lease.shard)
     if held is None or held.no <= lease.no:
-        return _confirm(self, seat, lease)
+        return _confirm(self, record, lease)
     self._release_hold(self.members.workers[held.worker], held, settled=False)
     self.shards.take_back(lease.shard, 0)
-    self.shards.adopt(lease, seat.member.slot, seat.member.incarnation)
-    seat.held.append(lease.shard)
+    self.shards.adopt(lease, record.member.slot, record.member.incarnation)
+    record.held.append(lease.shard)
     return True
 
 
@@ -273,11 +273,11 @@ class DoneBeforeLastAck(WorkerProtocol):
 
 class WorksBeforeAllOpened(WorkerProtocol):
     def opened(
-        self, ps: Slot, lease: LeaseNo, incarnation: Incarnation, buckets: Sequence[int], watermarks: Sequence[int]
+        self, ps: Slot, lease: LeaseNo, incarnation: Incarnation, partitions: Sequence[int], watermarks: Sequence[int]
     ) -> list[WorkerAction]:
         servers, self._servers = self._servers, {ps: self._servers.get(ps, Incarnation(0))}
         try:
-            return super().opened(ps, lease, incarnation, buckets, watermarks)
+            return super().opened(ps, lease, incarnation, partitions, watermarks)
         finally:
             self._servers = servers
 
@@ -339,14 +339,14 @@ class StepInPart(PushLedger):
         lo: int,
         hi: int,
         lease: int,
-        buckets: bytes = b"",
+        partitions: bytes = b"",
         skipped: bool = False,
         more: Sequence[SpanTuple] = (),
     ) -> PushResult:
-        result = super().push(shard, lo, hi, lease, buckets, skipped, more)
+        result = super().push(shard, lo, hi, lease, partitions, skipped, more)
         if result.gap >= 0:
             for of, first, last, no, _ in more:
-                super().push(of, first, last, no, buckets, skipped=True)
+                super().push(of, first, last, no, partitions, skipped=True)
         return result
 
 
@@ -371,9 +371,9 @@ class PendingClaimsTooMuch(WorkerProtocol):
 
 def _pending_of_all(self: LeaseConcern, e: ShardAsked, told: Event) -> list[InstructionType]:
     """A worker that names one lease as pending is taken to mean all that it was granted."""
-    seat = self.members.current(Role.WORKER, told.slot, told.incarnation)
-    if seat is not None and e.pending:
-        e = msgspec.structs.replace(e, pending=tuple(self.shards.leases[key].no for key in seat.held))
+    record = self.members.current(Role.WORKER, told.slot, told.incarnation)
+    if record is not None and e.pending:
+        e = msgspec.structs.replace(e, pending=tuple(self.shards.leases[key].no for key in record.held))
     return _shard_asked(self, e, told)
 
 
@@ -418,7 +418,7 @@ _BLIND = (Brain, "validate", _never_validate)
 
 MUTATIONS: tuple[Mutation, ...] = (
     Mutation("no-fence-on-open", "opening does not fence older leases", Parts(ledger=NoFenceOnOpen)),
-    Mutation("fence-one-bucket", "opening fences only the first bucket of a ps", Parts(ledger=FenceOneBucket)),
+    Mutation("fence-one-bucket", "opening fences only the first bucket of a ps", Parts(ledger=FenceOnePartition)),
     Mutation("push-ignores-fence", "a fenced push is applied", Parts(ledger=PushIgnoresFence)),
     Mutation("open-ignores-fence", "an older lease may open after a later one", Parts(ledger=OpenIgnoresFence)),
     Mutation("open-starts-over", "opening resets the watermarks", Parts(ledger=OpenStartsOver)),

@@ -59,9 +59,9 @@ def _leavers_are_lost(
     return _next(self, members, hold, begin, restore, origin)
 
 
-def _any_mark_is_the_end(self: GroupAskers, seat: SlotRecord, e: Any) -> bool:
+def _any_mark_is_the_end(self: GroupAskers, record: SlotRecord, e: Any) -> bool:
     at_end = self.books.cursor(e.dataset).epoch >= e.until_epoch
-    return e.mark is not None and not self.facts.member(seat) and at_end
+    return e.mark is not None and not self.facts.member(record) and at_end
 
 
 def _never_stalled(self: GroupStalls, generation: int) -> None: ...
@@ -88,8 +88,8 @@ def _counts_repeats(self: Shards, number: int, epoch_number: int, position: int,
 
 
 def _forget_incarnation(self: Members, role: Role, slot: Slot, incarnation: Incarnation) -> SlotRecord | None:
-    seat = self.of(role).get(slot)
-    return seat if seat is not None and seat.running else None
+    record = self.of(role).get(slot)
+    return record if record is not None and record.running else None
 
 
 def _never_validate(self: Brain) -> None:

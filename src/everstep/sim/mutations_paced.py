@@ -36,7 +36,7 @@ class PushesAndReturns(WorkerProtocol):
 
 
 class PutsBackAsItWas(WorkerProtocol):
-    """For the ps that needed it when it was handed out, though buckets may have moved since."""
+    """For the ps that needed it when it was handed out, though partitions may have moved since."""
 
     def put_back(self, work: RangeWork) -> bool:
         held = self._held.get(work.lease.no)
@@ -45,7 +45,7 @@ class PutsBackAsItWas(WorkerProtocol):
         assert held is not None
         if held.ragged and held.ragged[-1][0] == work.lo:
             lo, hi, _ = held.ragged[-1]
-            held.ragged[-1] = (lo, hi, work.buckets)
+            held.ragged[-1] = (lo, hi, work.partitions)
         return True
 
 

@@ -13,16 +13,16 @@ from everstep.brain.concerns.leases import LeaseConcern
 from everstep.brain.events import InstructionType
 from everstep.brain.members import SlotRecord
 from everstep.brain.shards import Dataset, Epoch, Shards
-from everstep.ids import BucketId, ShardKey
+from everstep.ids import PartitionId, ShardKey
 from everstep.model.placement import Mirror, Placement
 from everstep.net.messages import DataAnswer, Fed, Feed, FetchLog, Moved, Pushed, StreamEntry, Tailed
-from everstep.policies.draft import Draft
+from everstep.policies.placement_builder import PlacementBuilder
 from everstep.protect.machine import Ask, Machine
 from everstep.protect.replication import AppendCode, Blob, PeerKey, StreamKind
 from everstep.sim.mutations import Mutation
 from everstep.sim.scenario import storm_scenario
 from everstep.sim.sim_server import MirrorPs, Opening, _Waiting
-from everstep.sim.sim_store import Bucket, Page, SimStore, _SimMember, plus, times
+from everstep.sim.sim_store import Page, Partition, SimStore, _SimMember, plus, times
 from everstep.sim.sim_store import SimBlob as SimBlob
 from everstep.sim.simulation import Parts, SimOutcome, Simulation, simulate
 
@@ -39,7 +39,7 @@ class DifferenceTwice(SimStore):
     """What is said again is applied again."""
 
     def mirror_apply(self, mirror: int, blob: SimBlob) -> int:
-        who = self.mirrors[mirror].members.get(blob.bucket)
+        who = self.mirrors[mirror].members.get(blob.partition)
         if who is not None and blob.kind is StreamKind.CHANGE and who.complete and blob.seq <= who.seq:
             m = self.mirrors[mirror]
             m.page = plus(m.page, times(blob.bits, who.weight))
@@ -65,7 +65,7 @@ class ChangesLostInSweep(SimStore):
     """A difference of what is swept already is dropped until the sweep has ended."""
 
     def mirror_apply(self, mirror: int, blob: SimBlob) -> int:
-        who = self.mirrors[mirror].members.get(blob.bucket)
+        who = self.mirrors[mirror].members.get(blob.partition)
         if who is not None and blob.kind is StreamKind.CHANGE and not who.complete:
             blob = blob._replace(bits=(0, 0))
         return super().mirror_apply(mirror, blob)
@@ -76,7 +76,7 @@ class ChangesTakenBeforeSweep(SimStore):
 
     def mirror_apply(self, mirror: int, blob: SimBlob) -> int:
         m = self.mirrors[mirror]
-        who = m.members.get(blob.bucket)
+        who = m.members.get(blob.partition)
         if who is not None and blob.kind is StreamKind.CHANGE and not who.complete and blob.seq == who.seq + 1:
             m.page = plus(m.page, times((blob.bits[0] & ~who.covered, 0), who.weight))
         return super().mirror_apply(mirror, blob)
@@ -94,11 +94,11 @@ class FoldMissesChanges(SimStore):
 class FencesForgotten(SimStore):
     """Marks that come with a mirror have watermarks, but no fences."""
 
-    def _rebuilt(self, who: _SimMember, page: Page) -> Bucket:
-        bucket = super()._rebuilt(who, page)
-        for mark in bucket.book.shards.values():
+    def _rebuilt(self, who: _SimMember, page: Page) -> Partition:
+        partition = super()._rebuilt(who, page)
+        for mark in partition.book.shards.values():
             mark[1] = 0
-        return bucket
+        return partition
 
 
 class MarksForgotten(SimStore):
@@ -113,7 +113,7 @@ class MarksForgotten(SimStore):
 class SecondRowUnweighted(SimStore):
     """Row 1 is the plain XOR again."""
 
-    def mirror_make(self, mirror: int, members: Sequence[BucketId], row: int) -> None:
+    def mirror_make(self, mirror: int, members: Sequence[PartitionId], row: int) -> None:
         super().mirror_make(mirror, members, 0)
 
 
@@ -121,7 +121,7 @@ class SecondRowUnweighted(SimStore):
 
 
 class NoLevelling(Machine):
-    def _others(self, bucket: BucketId) -> list[tuple[int, PeerKey]]:
+    def _others(self, partition: PartitionId) -> list[tuple[int, PeerKey]]:
         return []
 
 
@@ -154,10 +154,10 @@ class CompleteTooEarly(Machine):
 class NewMirrorAhead(Machine):
     """A new mirror is complete although an older one may lack what came before it."""
 
-    def _sweep_bucket(self, bucket: BucketId) -> bool:
-        for sweep in self._sweeps[bucket]:
+    def _sweep_partition(self, partition: PartitionId) -> bool:
+        for sweep in self._sweeps[partition]:
             sweep.ticket = 0
-        return super()._sweep_bucket(bucket)
+        return super()._sweep_partition(partition)
 
 
 class WantsNothing(Machine):
@@ -184,14 +184,14 @@ class SecondRowFirst(Machine):
 
 
 class KeepsOldRoutes(Machine):
-    """A new mirror of a bucket gets its contents, and no differences."""
+    """A new mirror of a partition gets its contents, and no differences."""
 
     def _route(self) -> None:
         before = dict(self.streams.routes)
         super()._route()
-        for bucket, peers in before.items():
-            if peers and bucket in self.streams.routes:
-                self.streams.routes[bucket] = tuple(p for p in peers if p in self.streams.routes[bucket])
+        for partition, peers in before.items():
+            if peers and partition in self.streams.routes:
+                self.streams.routes[partition] = tuple(p for p in peers if p in self.streams.routes[partition])
 
     def _keep_mirrors(self, placement: Placement) -> None:
         super()._keep_mirrors(placement)
@@ -232,24 +232,24 @@ class ServesWhatIsFenced(MirrorPs):
     def on_push(
         self, worker: Any, token: Any, bitmap: bytes, skipped: bool, life: int, route: int, more: Any = ()
     ) -> None:
-        for bucket in self.store.fenced:
-            self.store.ledger.buckets[bucket] = self.store.buckets[bucket].book
+        for partition in self.store.fenced:
+            self.store.ledger.partitions[partition] = self.store.partitions[partition].book
         super().on_push(worker, token, bitmap, skipped, life, self.route, more)
 
 
 # ---------------------------------------------------------------- the brain
 
 
-def _ready_or_not(self: Draft, bucket: BucketId) -> list[Mirror]:
-    return [m for m in self.mirrors if m.members == (bucket,) and m.at in self.living]
+def _ready_or_not(self: PlacementBuilder, partition: PartitionId) -> list[Mirror]:
+    return [m for m in self.mirrors if m.members == (partition,) and m.at in self.living]
 
 
 def _reopens_nothing(self: Shards, keys: Sequence[ShardKey]) -> int:
     return 0
 
 
-def _oldest_image(self: Simulation, checkpoint: int, bucket: BucketId) -> Bucket:
-    return self.files[self.manifests[min(self.manifests)].images[bucket].files[0].path]
+def _oldest_snapshot(self: Simulation, checkpoint: int, partition: PartitionId) -> Partition:
+    return self.files[self.manifests[min(self.manifests)].snapshots[partition].files[0].path]
 
 
 def _no_loop(self: Dataset, epoch: int) -> int:
@@ -291,7 +291,7 @@ PS_MUTATIONS: tuple[Mutation, ...] = (
         "unready-promoted",
         "the brain promotes mirrors that are being built",
         Parts(),
-        ((Draft, "copies", _ready_or_not),),
+        ((PlacementBuilder, "copies", _ready_or_not),),
     ),
     Mutation(
         "any-loop-will-do",
@@ -312,7 +312,10 @@ PS_MUTATIONS: tuple[Mutation, ...] = (
         ((Shards, "reopen_done", _reopens_nothing),),
     ),
     Mutation(
-        "oldest-image", "an older image than the newest is loaded", Parts(), ((Simulation, "image_of", _oldest_image),)
+        "oldest-image",
+        "an older image than the newest is loaded",
+        Parts(),
+        ((Simulation, "snapshot_of", _oldest_snapshot),),
     ),
 )
 
@@ -321,4 +324,4 @@ PS_MISSED: tuple[Mutation, ...] = (
     Mutation("no-differences-to-new", "a new mirror gets contents only", Parts(machine=KeepsOldRoutes)),
 )
 """Bugs that 3,000 storms (the first) and 2,060 (the second) do not show any more, since a ps that cannot get or level a
-bucket says so and the master finds another way. They wait for a harsher storm."""
+partition says so and the master finds another way. They wait for a harsher storm."""

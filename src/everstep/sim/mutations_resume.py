@@ -14,13 +14,13 @@ from everstep.brain.checkpoints import Checkpoints
 from everstep.brain.events import InstructionType
 from everstep.brain.job import JobState
 from everstep.brain.shards import Dataset, Epoch, Shards
-from everstep.ids import BucketId, Incarnation
-from everstep.model.image import BucketImage, DatasetPosition, EpochPosition, Manifest
+from everstep.ids import Incarnation, PartitionId
 from everstep.model.shard import ShardState
+from everstep.model.snapshot import DatasetPosition, EpochPosition, Manifest, PartitionSnapshot
 from everstep.sim.mutations import Mutation
-from everstep.sim.mutations_ps import _oldest_image
+from everstep.sim.mutations_ps import _oldest_snapshot
 from everstep.sim.resume import ResumeSimulation, resume_scenario, simulate_resume
-from everstep.sim.sim_store import Bucket, SimStore
+from everstep.sim.sim_store import Partition, SimStore
 from everstep.sim.simulation import Parts, SimOutcome, Simulation
 
 _positions, _resumed, _resume = Shards.positions, Shards._resumed, Checkpoints.resume
@@ -35,14 +35,16 @@ def resumed(seed: int, parts: Parts = Parts()) -> SimOutcome:
 # ---------------------------------------------------------------- what the manifest tells
 
 
-def _position_of_now(self: Shards, images: Sequence[BucketImage]) -> tuple[DatasetPosition, ...]:
-    """The position as of the manifest's writing: also shards that became done after the images were taken."""
+def _position_of_now(self: Shards, snapshots: Sequence[PartitionSnapshot]) -> tuple[DatasetPosition, ...]:
+    """The position as of the manifest's writing: also shards that became done after the snapshots were taken."""
     return tuple(self._position(dataset, {}) for dataset in self.datasets)
 
 
-def _position_of_the_first_image(self: Shards, images: Sequence[BucketImage]) -> tuple[DatasetPosition, ...]:
-    """As if all images were taken at the moment of the first one's."""
-    return _positions(self, images[:1])
+def _position_of_the_first_snapshot(
+    self: Shards, snapshots: Sequence[PartitionSnapshot]
+) -> tuple[DatasetPosition, ...]:
+    """As if all snapshots were taken at the moment of the first one's."""
+    return _positions(self, snapshots[:1])
 
 
 # ---------------------------------------------------------------- what the next job makes of it
@@ -60,11 +62,11 @@ def _forgets_a_shard(
 
 
 def _trains_the_last_epoch_again(
-    self: Shards, positions: Sequence[DatasetPosition], images: Sequence[BucketImage]
+    self: Shards, positions: Sequence[DatasetPosition], snapshots: Sequence[PartitionSnapshot]
 ) -> None:
     """One finished epoch too few."""
     fewer = [DatasetPosition(p.plan, p.epochs, max(0, p.finished_epochs - 1)) for p in positions]
-    _shards_resume(self, fewer, images)
+    _shards_resume(self, fewer, snapshots)
 
 
 def _trains_a_done_shard_again(
@@ -76,12 +78,12 @@ def _trains_a_done_shard_again(
     return _resumed(self, dataset, told, epoch_number, marked)
 
 
-def _begins_empty(self: Checkpoints, buckets: int) -> tuple[tuple[BucketId, int], ...]:
+def _begins_empty(self: Checkpoints, partitions: int) -> tuple[tuple[PartitionId, int], ...]:
     return ()
 
 
-def _begins_without_the_last(self: Checkpoints, buckets: int) -> tuple[tuple[BucketId, int], ...]:
-    return tuple((BucketId(b), self.resumed) for b in range(buckets - 1)) if self.resumed else ()
+def _begins_without_the_last(self: Checkpoints, partitions: int) -> tuple[tuple[PartitionId, int], ...]:
+    return tuple((PartitionId(b), self.resumed) for b in range(partitions - 1)) if self.resumed else ()
 
 
 def _first_master(self: ResumeSimulation, manifest: Manifest) -> Incarnation:
@@ -102,12 +104,12 @@ def _said_once(self: ResumeSimulation) -> bool:
 
 
 class WatermarksForgotten(SimStore):
-    """Images are loaded without the watermarks in them."""
+    """Snapshots are loaded without the watermarks in them."""
 
-    def load_end(self, bucket: BucketId, what: Bucket | None) -> None:
+    def load_end(self, partition: PartitionId, what: Partition | None) -> None:
         if what is not None:
             what.book.shards = {}
-        super().load_end(bucket, what)
+        super().load_end(partition, what)
 
 
 # ---------------------------------------------------------------- what may be forgotten
@@ -124,7 +126,7 @@ def _releases_while_written(self: Checkpoints, job: JobState, shards: Shards, fi
     """Shards that the newest checkpoint has are released while another one is being written."""
     if self.newest is None:
         return []
-    lacking = shards.lacking(self.newest.images)
+    lacking = shards.lacking(self.newest.snapshots)
     return self._forget(job, shards.release([key for key in shards.releasing if key not in lacking]))
 
 
@@ -144,7 +146,7 @@ RESUME_MUTATIONS: tuple[Mutation, ...] = (
     _patched(
         "position-of-one-image",
         "the position in a manifest is that of one image",
-        patches=((Shards, "positions", _position_of_the_first_image),),
+        patches=((Shards, "positions", _position_of_the_first_snapshot),),
     ),
     _patched(
         "shard-forgotten",
@@ -164,12 +166,12 @@ RESUME_MUTATIONS: tuple[Mutation, ...] = (
     _patched(
         "begins-empty",
         "a resumed job begins with empty buckets",
-        patches=((Checkpoints, "first_images", _begins_empty),),
+        patches=((Checkpoints, "first_snapshots", _begins_empty),),
     ),
     _patched(
         "begins-without-last",
         "a resumed job begins with one bucket empty",
-        patches=((Checkpoints, "first_images", _begins_without_the_last),),
+        patches=((Checkpoints, "first_snapshots", _begins_without_the_last),),
     ),
     _patched(
         "leases-begin-again",
@@ -187,7 +189,9 @@ RESUME_MUTATIONS: tuple[Mutation, ...] = (
         patches=((ResumeSimulation, "says_origin", _said_once),),
     ),
     _patched(
-        "old-images", "the images of an older checkpoint are loaded", patches=((Simulation, "image_of", _oldest_image),)
+        "old-images",
+        "the images of an older checkpoint are loaded",
+        patches=((Simulation, "snapshot_of", _oldest_snapshot),),
     ),
     Mutation("watermarks-forgotten", "images are loaded without watermarks", Parts(store=WatermarksForgotten)),
     _patched(

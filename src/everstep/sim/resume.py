@@ -2,8 +2,8 @@
 
 All of a job is lost at once, or it is stopped, or it comes to its end by itself; then nothing of it is left but the
 files of its checkpoints. The next job begins with one of them, on other numbers of ps and workers, perhaps with another
-parity. What the images hold is the truth from then on (``lineage.py``): what they lack must be trained once more in
-just the buckets that lack it, and nothing else.
+parity. What the snapshots hold is the truth from then on (``lineage.py``): what they lack must be trained once more in
+just the partitions that lack it, and nothing else.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import msgspec
 
 from everstep.brain.events import (
     MASTER,
-    BucketsReady,
     FactType,
     JobResumed,
     MemberSilent,
     NodeLost,
+    PartitionsReady,
     ProcessExited,
     Sender,
     StopAsked,
 )
 from everstep.brain.job import Phase
 from everstep.ids import Incarnation
-from everstep.model.image import Manifest
 from everstep.model.member import Role
 from everstep.model.reasons import Arrival
+from everstep.model.snapshot import Manifest
 from everstep.sim.cluster import Disk, SimAgent, SimMaster
 from everstep.sim.kernel import Conn, Violation
 from everstep.sim.scenario import CODES, PS_FAULTS, Scenario, hold_of, least_ps
@@ -52,7 +52,7 @@ class Resumption(msgspec.Struct, frozen=True):
     hasty: bool = False
 
 
-class ResumeScenario(Scenario, frozen=True, kw_only=True):
+class ResumeScenario(Scenario, frozen=True, kw_only=True, rename={"partitions": "buckets"}):
     resumptions: tuple[Resumption, ...] = ()
 
 
@@ -82,7 +82,7 @@ def resume_scenario(seed: int) -> ResumeScenario:
     return ResumeScenario(
         workers=rng.randint(1, 3),
         ps=ps,
-        buckets=rng.choice([2, 3, 4, 6]),
+        partitions=rng.choice([2, 3, 4, 6]),
         samples=rng.randint(30, 120),
         shard_samples=rng.choice([5, 8, 15, 20]),
         epochs=rng.choice([1, 2, 3]),
@@ -138,7 +138,7 @@ class ResumedMaster(SimMaster):
 
 def tells_of_a_loss(fact: FactType) -> bool:
     """Whether a ps may have been lost, by this."""
-    if isinstance(fact, BucketsReady):
+    if isinstance(fact, PartitionsReady):
         return fact.how is Arrival.STUCK
     if isinstance(fact, ProcessExited | MemberSilent):
         return fact.role is not Role.WORKER
@@ -226,8 +226,8 @@ class ResumeSimulation(Simulation):
         )
         self.spec = msgspec.structs.replace(self.scenario.spec(), resume_from="old")
         self.kernel.say("job", f"{self.jobs} goes on from checkpoint {manifest.checkpoint} of {numbers}: {resumption}")
-        images = {image.bucket: self.files[image.files[0].path] for image in manifest.images}
-        self.truth.resumed(images, manifest.datasets)
+        snapshots = {snapshot.partition: self.files[snapshot.files[0].path] for snapshot in manifest.snapshots}
+        self.truth.resumed(snapshots, manifest.datasets)
         self.origin = manifest, numbers[-1]
         self.disk = Disk()
         self.disk.incarnation = self.first_incarnation(manifest)
@@ -239,7 +239,7 @@ class ResumeSimulation(Simulation):
             self.kernel.after(4.0 * self.kernel.random() * self.scenario.fsync_s, self.kill_master)
 
     def first_incarnation(self, manifest: Manifest) -> Incarnation:
-        """Masters after this one: leases must be later than every fence in the images."""
+        """Masters after this one: leases must be later than every fence in the snapshots."""
         return manifest.master_incarnation
 
     def says_origin(self) -> bool:

@@ -11,12 +11,12 @@ from everstep.config.spec import JobSpec
 from everstep.model.shard import ShardSchedule
 
 
-class Scenario(msgspec.Struct, frozen=True, kw_only=True):
+class Scenario(msgspec.Struct, frozen=True, kw_only=True, rename={"partitions": "buckets"}):
     """Times in virtual seconds; probabilities per message or draw; ranges are (low, high), both included."""
 
     workers: int = 2
     ps: int = 2
-    buckets: int = 4
+    partitions: int = 4
     samples: int = 60
     shard_samples: int = 15
     epochs: int = 2
@@ -57,7 +57,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
             name="sim",
             workers=self.workers,
             ps=self.ps,
-            partitions=self.buckets,
+            partitions=self.partitions,
             suspect_after_s=1.2,
             lost_after_s=2.5,
             lease_s=self.lease_s,
@@ -113,7 +113,7 @@ def random_scenario(seed: int) -> Scenario:
     return Scenario(
         workers=rng.randint(1, 3),
         ps=rng.randint(1, 3),
-        buckets=rng.choice([3, 4, 6]),
+        partitions=rng.choice([3, 4, 6]),
         samples=rng.randint(8, 70),
         shard_samples=rng.choice([5, 8, 15, 20]),
         epochs=rng.choice([1, 2, 2, 3]),
@@ -141,7 +141,7 @@ def failover_scenario(seed: int) -> Scenario:
     return Scenario(
         workers=2,
         ps=1,
-        buckets=2,
+        partitions=2,
         samples=400,
         shard_samples=10,
         epochs=2,
@@ -200,7 +200,7 @@ def storm_scenario(seed: int) -> Scenario:
     return Scenario(
         workers=rng.randint(1, 2),
         ps=ps,
-        buckets=rng.choice([2, 3, 4, 6]),
+        partitions=rng.choice([2, 3, 4, 6]),
         samples=rng.randint(30, 120),
         shard_samples=rng.choice([8, 15, 20]),
         epochs=rng.choice([1, 2]) + (seed % 13 == 9),

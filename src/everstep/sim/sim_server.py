@@ -1,8 +1,8 @@
 """A ps that keeps mirrors, under virtual time: the real machine and streams round the simulated store.
 
 What is modelled of the real shell: the outbox is drained a moment after each change; one message at a time to each
-peer, said again until it is answered; pushes that wait for their mirrors, and those for buckets that are on their way
-here; images that are written while training goes on; reports that are repeated after each hello.
+peer, said again until it is answered; pushes that wait for their mirrors, and those for partitions that are on their
+way here; snapshots that are written while training goes on; reports that are repeated after each hello.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from everstep.brain.events import (
     AnswerType,
-    BucketsReady,
     Fenced,
-    ImagesWritten,
     MirrorsReady,
     Ok,
+    PartitionsReady,
+    SnapshotsWritten,
     Welcome,
 )
-from everstep.ids import BucketId, Incarnation, NodeId, ShardKey, Slot
-from everstep.model.image import BucketImage, ImageFile
+from everstep.ids import Incarnation, NodeId, PartitionId, ShardKey, Slot
 from everstep.model.member import Address, MemberKey, Role
 from everstep.model.placement import Placement
 from everstep.model.reasons import Arrival
 from everstep.model.shard import Lease, Span, Token
+from everstep.model.snapshot import CheckpointFile, PartitionSnapshot
 from everstep.native.ledger import SpanTuple
 from everstep.net.messages import Fed, Feed, FetchLog, HandOver, Moved, Pushed, Want
 from everstep.protect.machine import Acquired, Ask, LoadSnapshot, Machine, Released, ReportProgress, Stuck, Whole
@@ -45,7 +45,7 @@ CONFIRM_S = 1.5  # so long a push waits for its mirrors
 class Opening(NamedTuple):
     """The answer to an open."""
 
-    buckets: list[int]
+    partitions: list[int]
     marks: list[int]
 
 
@@ -74,7 +74,7 @@ class MirrorPs(Child):
         self.me: PeerKey = (slot, incarnation)
         plan, scenario = sim.plan, sim.scenario
         self.store: SimStore = sim.parts.store(
-            sim.parts.ledger(sim.spec.buckets, ()), plan.samples * scenario.epochs, plan.samples
+            sim.parts.ledger(sim.spec.partitions, ()), plan.samples * scenario.epochs, plan.samples
         )
         self.streams = ReplicationStreams()
         self.machine: Machine = sim.parts.machine(slot, incarnation, self.store, self.streams)
@@ -87,8 +87,8 @@ class MirrorPs(Child):
         self.asked: dict[int, tuple[Ask, float]] = {}
         self.requests = 0
         self.draining = self.sweeping = False
-        self.images = 0
-        self.stuck: tuple[int, tuple[BucketId, ...]] = (0, ())
+        self.snapshots = 0
+        self.stuck: tuple[int, tuple[PartitionId, ...]] = (0, ())
         self.stuck_at = 0.0
         sim.lives[self.me] = self
 
@@ -127,7 +127,7 @@ class MirrorPs(Child):
 
     def on_order(self, conn: Conn, what: str, args: tuple[Any, ...]) -> None:
         if what == "images" and conn is self.conn:
-            self.take_images(args[0])
+            self.take_snapshots(args[0])
 
     def on_release(self, conn: Conn, shards: tuple[ShardKey, ...]) -> None:
         self.sim.truth.releases(self.key.slot, shards)
@@ -137,7 +137,7 @@ class MirrorPs(Child):
 
     def report(self) -> None:
         self.reports = [MirrorsReady(tuple(self.machine.complete), tuple(sorted(self.machine.torn)))]
-        self.reports += [BucketsReady(version, buckets, how) for version, how, buckets in self.machine.ready()]
+        self.reports += [PartitionsReady(version, partitions, how) for version, how, partitions in self.machine.ready()]
         self.again()
 
     def again(self) -> None:
@@ -175,17 +175,17 @@ class MirrorPs(Child):
                 self.kernel.say(self, f"{action}")
             kind = type(action)
             if kind is Acquired:
-                bucket = action.bucket  # type: ignore[attr-defined]
-                if bucket in truth.restarted and self.sim.outlived(self.me, bucket):
+                partition = action.partition  # type: ignore[attr-defined]
+                if partition in truth.restarted and self.sim.outlived(self.me, partition):
                     continue  # it ends, by an old map, what is over for everybody else: nothing of it counts
-                truth.took(self.me, bucket, action.how, store.buckets[bucket])  # type: ignore[attr-defined]
+                truth.took(self.me, partition, action.how, store.partitions[partition])  # type: ignore[attr-defined]
                 came = came or action.how is not Arrival.NEW  # type: ignore[attr-defined]
             elif kind is Whole:
-                truth.whole(self.me, action.bucket, store.buckets[action.bucket])  # type: ignore[attr-defined]
+                truth.whole(self.me, action.partition, store.partitions[action.partition])  # type: ignore[attr-defined]
             elif kind is Released:
-                truth.gave(self.me, action.bucket)  # type: ignore[attr-defined]
+                truth.gave(self.me, action.partition)  # type: ignore[attr-defined]
             elif kind is LoadSnapshot:
-                self.load(action.bucket, action.checkpoint)  # type: ignore[attr-defined]
+                self.load(action.partition, action.checkpoint)  # type: ignore[attr-defined]
             elif kind is ReportProgress:
                 self.report()
             elif kind is Stuck:
@@ -217,15 +217,15 @@ class MirrorPs(Child):
         self.machine.sweep()
         self.moved_on()
 
-    def load(self, bucket: BucketId, checkpoint: int) -> None:
-        self.store.load_begin(bucket)
+    def load(self, partition: PartitionId, checkpoint: int) -> None:
+        self.store.load_begin(partition)
         slow = self.kernel.random() < 0.1  # its place cannot be read at once
-        self.later((2.0 if slow else 0.02) + 0.2 * self.kernel.random(), self.loaded, bucket, checkpoint)
+        self.later((2.0 if slow else 0.02) + 0.2 * self.kernel.random(), self.loaded, partition, checkpoint)
 
-    def loaded(self, bucket: BucketId, checkpoint: int) -> None:
-        there = self.kernel.random() < 0.8 or self.machine.wants_image(bucket, checkpoint)
-        self.store.load_end(bucket, self.sim.image_of(checkpoint, bucket).copy() if there else None)
-        self.machine.loaded(bucket, checkpoint, there)
+    def loaded(self, partition: PartitionId, checkpoint: int) -> None:
+        there = self.kernel.random() < 0.8 or self.machine.wants_snapshot(partition, checkpoint)
+        self.store.load_end(partition, self.sim.snapshot_of(checkpoint, partition).copy() if there else None)
+        self.machine.loaded(partition, checkpoint, there)
         self.moved_on()
 
     def tear(self, mirror: int) -> None:
@@ -243,7 +243,7 @@ class MirrorPs(Child):
             self.stuck, self.stuck_at = stuck, now
         elif stuck[1] and now - self.stuck_at > STUCK_S:  # no other placement came
             self.stuck_at = now
-            self.call(BucketsReady(*stuck, Arrival.STUCK), self.on_images, ())
+            self.call(PartitionsReady(*stuck, Arrival.STUCK), self.on_snapshots, ())
         self.asked = {i: (a, until) for i, (a, until) in self.asked.items() if until > now}
         under_way = [a for a, _ in self.asked.values()]
         for ask in self.machine.asks():
@@ -286,8 +286,8 @@ class MirrorPs(Child):
         if isinstance(answer, Moved):  # it is behind: again when that is due
             return
         del self.feeds[peer]
-        for bucket, ticket in self.streams.answered(peer, first, answer.applied).items():
-            self.machine.refused(bucket, ticket)
+        for partition, ticket in self.streams.answered(peer, first, answer.applied).items():
+            self.machine.refused(partition, ticket)
         self.machine.settle()
         self.moved_on()
 
@@ -330,21 +330,21 @@ class MirrorPs(Child):
         if answer is None:
             self.net.send(self, worker, worker.on_closed, slot, lease.no)
             return
-        buckets, marks = answer
+        partitions, marks = answer
         self.sim.truth.opened(
-            self.me, lease.shard, lease.no, {BucketId(b): self.store.seq(BucketId(b)) for b in buckets}
+            self.me, lease.shard, lease.no, {PartitionId(b): self.store.seq(PartitionId(b)) for b in partitions}
         )
         # The watermarks are as good as an acknowledgement of what is before them.
         token = Token(
             lease.shard, lease.start, lease.stop, lease.no, self.incarnation, worker.key.slot, worker.incarnation
         )
-        self.wait(_Waiting(worker, token, b"", 0, route, before, self.store.ticket(), Opening(buckets, marks)))
+        self.wait(_Waiting(worker, token, b"", 0, route, before, self.store.ticket(), Opening(partitions, marks)))
 
     def serves(self, bitmap: bytes) -> bool:
         bits = int.from_bytes(bitmap, "little")
         if not bitmap:
-            return self.machine.answering and bool(self.store.ledger.buckets)
-        return all(b in self.store.ledger.buckets for b in range(bits.bit_length()) if bits >> b & 1)
+            return self.machine.answering and bool(self.store.ledger.partitions)
+        return all(b in self.store.ledger.partitions for b in range(bits.bit_length()) if bits >> b & 1)
 
     def on_push(
         self,
@@ -374,12 +374,12 @@ class MirrorPs(Child):
         truth.takes_whole(self.key.slot, spans, marks, watermarks(store.ledger, spans))
         answer = Pushed(r.applied, r.repeats, r.gap, r.fenced)
         if r.applied:
-            bits = int.from_bytes(r.buckets, "little") if r.buckets else -1
-            for b in list(store.ledger.buckets):
+            bits = int.from_bytes(r.partitions, "little") if r.partitions else -1
+            for b in list(store.ledger.partitions):
                 if bits >> b & 1:
-                    bucket = BucketId(b)
+                    partition = PartitionId(b)
                     for shard, lo, hi, lease, _ in spans:
-                        truth.applied_by(self.me, bucket, store.seq(bucket), shard, lo, hi, lease)
+                        truth.applied_by(self.me, partition, store.seq(partition), shard, lo, hi, lease)
         if self.kernel.lines is not None:
             what = f"push {token.shard:x} [{token.lo},{token.hi}) lease {token.lease:x} of {worker}: {answer} {more}"
             self.kernel.say(self, what)
@@ -411,12 +411,12 @@ class MirrorPs(Child):
             elif not confirmed:
                 self.net.send(self, worker, worker.on_moved, slot, self.route)
             elif isinstance(push.answer, Opening):
-                buckets, marks = push.answer
-                self.net.send(self, worker, worker.on_opened, slot, token.lease, self.incarnation, buckets, marks)
+                partitions, marks = push.answer
+                self.net.send(self, worker, worker.on_opened, slot, token.lease, self.incarnation, partitions, marks)
             else:
                 if push.answer.gap < 0 and not push.answer.fenced:
                     bits = int.from_bytes(push.bitmap, "little") if push.bitmap else -1
-                    addressed = tuple(BucketId(b) for b in self.store.ledger.buckets if bits >> b & 1)
+                    addressed = tuple(PartitionId(b) for b in self.store.ledger.partitions if bits >> b & 1)
                     for shard, lo, hi, _, _ in push.spans:
                         self.sim.truth.acknowledged(self.me, addressed, ShardKey(shard), lo, hi)
                 self.net.send(self, worker, worker.on_pushed, slot, token, push.answer, push.life)
@@ -424,29 +424,29 @@ class MirrorPs(Child):
 
     # ------------------------------------------------------------ checkpoints
 
-    def take_images(self, checkpoint: int) -> None:
+    def take_snapshots(self, checkpoint: int) -> None:
         """What is served now, copied at once; told when it is durable."""
-        images = []
+        snapshots = []
         for b in self.machine.serving:
-            bucket = self.store.buckets[b]
-            self.images += 1
-            path = f"images/{self.sim.jobs:06}/bucket-{self.name.replace(':', '-')}-{self.images}"
-            self.sim.files[path] = bucket.copy()
-            marks = tuple((ShardKey(s), m[0]) for s, m in sorted(bucket.book.shards.items()))
-            images.append(
-                BucketImage(
-                    bucket=b,
-                    seq=bucket.seq,
-                    fingerprint=bucket.book.fingerprint,
+            partition = self.store.partitions[b]
+            self.snapshots += 1
+            path = f"images/{self.sim.jobs:06}/bucket-{self.name.replace(':', '-')}-{self.snapshots}"
+            self.sim.files[path] = partition.copy()
+            marks = tuple((ShardKey(s), m[0]) for s, m in sorted(partition.book.shards.items()))
+            snapshots.append(
+                PartitionSnapshot(
+                    partition=b,
+                    seq=partition.seq,
+                    fingerprint=partition.book.fingerprint,
                     watermarks=marks,
-                    files=(ImageFile(path, 1, ""),),
+                    files=(CheckpointFile(path, 1, ""),),
                 )
             )
-        self.later(0.05 + 0.3 * self.kernel.random(), self.images_durable, checkpoint, tuple(images))
+        self.later(0.05 + 0.3 * self.kernel.random(), self.snapshots_durable, checkpoint, tuple(snapshots))
 
-    def images_durable(self, checkpoint: int, images: tuple[BucketImage, ...]) -> None:
-        self.call(ImagesWritten(checkpoint, images), self.on_images, ())
+    def snapshots_durable(self, checkpoint: int, snapshots: tuple[PartitionSnapshot, ...]) -> None:
+        self.call(SnapshotsWritten(checkpoint, snapshots), self.on_snapshots, ())
 
-    def on_images(self, conn: Conn, answer: AnswerType) -> None:
+    def on_snapshots(self, conn: Conn, answer: AnswerType) -> None:
         if isinstance(answer, Fenced):
             self.exit(4)

@@ -1,4 +1,4 @@
-"""A ps's store without rows: a bucket is its marks and one integer, in which each applied sample flips its own bit.
+"""A ps's store without rows: a partition is its marks and one integer, in which each applied sample flips its own bit.
 
 So a range that is applied twice, or a difference that a mirror takes twice, is gone again, and one that is missing is
 missing: contents are as telling as real bytes. Mirrors of row 0 are the XOR of their members; of row 1 the sum of
@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
-from everstep.ids import BucketId
-from everstep.native.ledger import BucketLedger, PushLedger, PushResult, SpanTuple, bitmap_buckets
+from everstep.ids import PartitionId
+from everstep.native.ledger import PartitionLedger, PushLedger, PushResult, SpanTuple, bitmap_partitions
 from everstep.protect.replication import AppendCode, Outgoing, StreamKind
 from everstep.sim.kernel import Violation
 
@@ -41,7 +41,7 @@ class SimBlob(NamedTuple):
     """One entry of the outbox. ``bits``: what flips (CHANGE), or the contents under ``mask``."""
 
     kind: StreamKind
-    bucket: BucketId
+    partition: PartitionId
     seq: int
     fingerprint: int = 0
     marks: Marks | None = None
@@ -49,18 +49,19 @@ class SimBlob(NamedTuple):
     mask: int = 0
 
 
-class Bucket:
-    """A bucket that is here. ``content``: one bit per sample of each epoch. ``absent``: bits that are not back yet."""
+class Partition:
+    """A partition that is here. ``content``: one bit per sample of each epoch. ``absent``: bits that are not back
+    yet."""
 
     __slots__ = ("absent", "book", "content", "seq")
 
     def __init__(self) -> None:
-        self.book = BucketLedger()
+        self.book = PartitionLedger()
         self.content = self.absent = 0
         self.seq = 0
 
-    def copy(self) -> Bucket:
-        other = Bucket()
+    def copy(self) -> Partition:
+        other = Partition()
         other.seq, other.content = self.seq, self.content
         other.book.fingerprint = self.book.fingerprint
         other.book.shards = {shard: list(mark) for shard, mark in self.book.shards.items()}
@@ -110,13 +111,13 @@ class SimMirror:
         "row",
     )
 
-    def __init__(self, members: Sequence[BucketId], row: int) -> None:
+    def __init__(self, members: Sequence[PartitionId], row: int) -> None:
         self.members = {b: _SimMember(i if row else 0) for i, b in enumerate(members)}
         self.row = row
         self.page: Page = (0, 0)
         self.rest: Page | None = None  # being folded
-        self.lost: tuple[BucketId, ...] = ()
-        self.here: tuple[BucketId, ...] = ()
+        self.lost: tuple[PartitionId, ...] = ()
+        self.here: tuple[PartitionId, ...] = ()
         self.other: Page = (0, 0)
         self.other_heads = self.other_mask = 0
         self.early = False  # the lost ones are here, as far as ``filled`` says
@@ -131,16 +132,16 @@ class SimStore:
     """``samples``: positions in all epochs together; ``epoch_samples``: in one."""
 
     def __init__(self, ledger: PushLedger, samples: int, epoch_samples: int) -> None:
-        self.ledger = ledger  # of the buckets that are served
-        self.buckets: dict[BucketId, Bucket] = {}
-        self.fenced: set[BucketId] = set()
+        self.ledger = ledger  # of the partitions that are served
+        self.partitions: dict[PartitionId, Partition] = {}
+        self.fenced: set[PartitionId] = set()
         self.mirrors: dict[int, SimMirror] = {}
         self.outbox: list[Outgoing] = []
         self.taken = 0
         self.samples, self.epoch_samples = samples, epoch_samples
         self.piece = samples // 3 + 1
-        self._protected: set[BucketId] = set()
-        self._loading: set[BucketId] = set()
+        self._protected: set[PartitionId] = set()
+        self._loading: set[PartitionId] = set()
 
     # ------------------------------------------------------------ workers
 
@@ -150,19 +151,19 @@ class SimStore:
         self._changed(shard, before)
         return answer
 
-    def push(self, spans: Sequence[SpanTuple], buckets: bytes) -> PushResult:
-        """KeyError: a bucket is not served here."""
+    def push(self, spans: Sequence[SpanTuple], partitions: bytes) -> PushResult:
+        """KeyError: a partition is not served here."""
         shard, lo, hi, lease, learnt = spans[0]
         shards = list(dict.fromkeys(span[0] for span in spans))
         before = {s: self._marks_of(s) for s in shards}
-        result = self.ledger.push(shard, lo, hi, lease, buckets, not learnt, spans[1:])
+        result = self.ledger.push(shard, lo, hi, lease, partitions, not learnt, spans[1:])
         bits = 0
         for s, first, last, _, _ in spans:
             bits ^= self._bits(s, first, last)
-        applied = bitmap_buckets(result.buckets) if result.buckets else list(self.ledger.buckets)
-        flips = set(map(BucketId, applied)) if result.applied else set()
-        for b, book in self.ledger.buckets.items():
-            if (key := BucketId(b)) not in flips:
+        applied = bitmap_partitions(result.partitions) if result.partitions else list(self.ledger.partitions)
+        flips = set(map(PartitionId, applied)) if result.applied else set()
+        for b, book in self.ledger.partitions.items():
+            if (key := PartitionId(b)) not in flips:
                 continue
             now = {s: (mark[0], mark[1]) for s in shards if (mark := book.shards.get(s))}
             self._change(key, {s: mark for s, mark in now.items() if mark != before[s][b]}, bits)
@@ -178,29 +179,29 @@ class SimStore:
 
     def _marks_of(self, shard: int) -> dict[int, tuple[int, ...] | None]:
         none: list[int] = []
-        return {b: tuple(k.shards.get(shard, none)) or None for b, k in self.ledger.buckets.items()}
+        return {b: tuple(k.shards.get(shard, none)) or None for b, k in self.ledger.partitions.items()}
 
     def _changed(
         self,
         shard: int,
         before: dict[int, tuple[int, ...] | None],
-        told: Collection[BucketId] = (),
+        told: Collection[PartitionId] = (),
     ) -> None:
-        """Tell of the marks of ``shard`` that are not as ``before``. ``told``: buckets that were told of."""
-        for b, book in self.ledger.buckets.items():
+        """Tell of the marks of ``shard`` that are not as ``before``. ``told``: partitions that were told of."""
+        for b, book in self.ledger.partitions.items():
             mark = book.shards.get(shard)
-            if BucketId(b) not in told and (tuple(mark) if mark else None) != before[b]:
-                self._change(BucketId(b), {shard: (mark[0], mark[1]) if mark else None})
+            if PartitionId(b) not in told and (tuple(mark) if mark else None) != before[b]:
+                self._change(PartitionId(b), {shard: (mark[0], mark[1]) if mark else None})
 
-    def _change(self, key: BucketId, marks: Marks, flipped: int = 0) -> None:
-        bucket = self.buckets[key]
-        bucket.seq += 1
-        bucket.content ^= flipped
+    def _change(self, key: PartitionId, marks: Marks, flipped: int = 0) -> None:
+        partition = self.partitions[key]
+        partition.seq += 1
+        partition.content ^= flipped
         if key in self._protected:
-            self._out(SimBlob(StreamKind.CHANGE, key, bucket.seq, bucket.book.fingerprint, marks, (flipped, 0)))
+            self._out(SimBlob(StreamKind.CHANGE, key, partition.seq, partition.book.fingerprint, marks, (flipped, 0)))
 
     def _out(self, blob: SimBlob) -> None:
-        self.outbox.append(Outgoing(blob.bucket, blob.seq, blob.kind, blob, 1))
+        self.outbox.append(Outgoing(blob.partition, blob.seq, blob.kind, blob, 1))
 
     def take(self) -> tuple[int, list[Outgoing]]:
         first, out = self.taken, self.outbox
@@ -208,53 +209,53 @@ class SimStore:
         self.taken += len(out)
         return first, out
 
-    # ------------------------------------------------------------ buckets
+    # ------------------------------------------------------------ partitions
 
-    def install(self, bucket: BucketId, what: Bucket) -> None:
+    def install(self, partition: PartitionId, what: Partition) -> None:
         """It is served from now on."""
-        if bucket in self.buckets or bucket in self._loading:
-            raise AssertionError(f"bucket {bucket} is here already")
-        self.buckets[bucket] = what
-        self.resume(bucket)
+        if partition in self.partitions or partition in self._loading:
+            raise AssertionError(f"bucket {partition} is here already")
+        self.partitions[partition] = what
+        self.resume(partition)
 
-    def load_begin(self, bucket: BucketId) -> None:
-        if bucket in self.buckets or bucket in self._loading:
-            raise AssertionError(f"bucket {bucket} is loaded on top of what is here")
-        self._loading.add(bucket)
+    def load_begin(self, partition: PartitionId) -> None:
+        if partition in self.partitions or partition in self._loading:
+            raise AssertionError(f"bucket {partition} is loaded on top of what is here")
+        self._loading.add(partition)
 
-    def load_end(self, bucket: BucketId, what: Bucket | None) -> None:
-        """``what``: its image; None: it was not read after all."""
-        self._loading.remove(bucket)
+    def load_end(self, partition: PartitionId, what: Partition | None) -> None:
+        """``what``: its snapshot; None: it was not read after all."""
+        self._loading.remove(partition)
         if what is not None:
-            self.install(bucket, what)
+            self.install(partition, what)
 
     def tables(self) -> Sequence[int]:
         return TABLES
 
-    def own(self, bucket: BucketId) -> None:
-        self.install(bucket, Bucket())
+    def own(self, partition: PartitionId) -> None:
+        self.install(partition, Partition())
 
-    def protect(self, bucket: BucketId, on: bool) -> None:
-        (self._protected.add if on else self._protected.discard)(bucket)
+    def protect(self, partition: PartitionId, on: bool) -> None:
+        (self._protected.add if on else self._protected.discard)(partition)
 
-    def seq(self, bucket: BucketId) -> int:
-        return self.buckets[bucket].seq
+    def seq(self, partition: PartitionId) -> int:
+        return self.partitions[partition].seq
 
-    def hand_over(self, bucket: BucketId) -> int:
-        self.fenced.add(bucket)
-        self.ledger.buckets.pop(bucket, None)
-        return self.buckets[bucket].seq
+    def hand_over(self, partition: PartitionId) -> int:
+        self.fenced.add(partition)
+        self.ledger.partitions.pop(partition, None)
+        return self.partitions[partition].seq
 
-    def resume(self, bucket: BucketId) -> None:
-        self.fenced.discard(bucket)
-        self.ledger.buckets[bucket] = self.buckets[bucket].book
-        self.ledger.buckets = dict(sorted(self.ledger.buckets.items()))
+    def resume(self, partition: PartitionId) -> None:
+        self.fenced.discard(partition)
+        self.ledger.partitions[partition] = self.partitions[partition].book
+        self.ledger.partitions = dict(sorted(self.ledger.partitions.items()))
 
-    def drop(self, bucket: BucketId) -> None:
-        self.fenced.remove(bucket)
-        del self.buckets[bucket]
-        self.ledger.buckets.pop(bucket, None)
-        self._protected.discard(bucket)
+    def drop(self, partition: PartitionId) -> None:
+        self.fenced.remove(partition)
+        del self.partitions[partition]
+        self.ledger.partitions.pop(partition, None)
+        self._protected.discard(partition)
 
     def ticket(self) -> int:
         return self.taken + len(self.outbox)
@@ -262,24 +263,24 @@ class SimStore:
     def _mask(self, lo: int) -> int:
         return ((1 << self.piece) - 1) << lo
 
-    def emit(self, bucket: BucketId, kind: StreamKind, table: int, lo: int) -> int:
-        b = self.buckets[bucket]
+    def emit(self, partition: PartitionId, kind: StreamKind, table: int, lo: int) -> int:
+        b = self.partitions[partition]
         if kind is StreamKind.HEADS or table != TABLES[0]:
-            self._out(SimBlob(kind, bucket, b.seq, b.book.fingerprint))
+            self._out(SimBlob(kind, partition, b.seq, b.book.fingerprint))
             return -1
         mask = self._mask(lo)
-        self._out(SimBlob(kind, bucket, b.seq, b.book.fingerprint, None, (b.content & mask, 0), mask))
+        self._out(SimBlob(kind, partition, b.seq, b.book.fingerprint, None, (b.content & mask, 0), mask))
         return lo + self.piece if lo + self.piece < self.samples else -1
 
-    def emit_slots(self, bucket: BucketId, table: int, slots: Sequence[int]) -> None:
+    def emit_slots(self, partition: PartitionId, table: int, slots: Sequence[int]) -> None:
         raise AssertionError("nobody waits for single rows here")
 
     def recover_emit_slots(self, mirror: int, table: int, slots: Sequence[int]) -> tuple[SimBlob, Sequence[int]]:
         raise AssertionError("nobody waits for single rows here")
 
-    def emit_marks(self, bucket: BucketId) -> None:
-        b = self.buckets[bucket]
-        self._out(SimBlob(StreamKind.MARKS, bucket, b.seq, b.book.fingerprint, b.marks()))
+    def emit_marks(self, partition: PartitionId) -> None:
+        b = self.partitions[partition]
+        self._out(SimBlob(StreamKind.MARKS, partition, b.seq, b.book.fingerprint, b.marks()))
 
     def keep(self, blob: SimBlob) -> SimBlob:
         return blob
@@ -289,7 +290,7 @@ class SimStore:
 
     # ------------------------------------------------------------ mirrors
 
-    def mirror_make(self, mirror: int, members: Sequence[BucketId], row: int) -> None:
+    def mirror_make(self, mirror: int, members: Sequence[PartitionId], row: int) -> None:
         if mirror in self.mirrors:
             raise AssertionError(f"mirror {mirror} is here already")
         self.mirrors[mirror] = SimMirror(members, row)
@@ -299,7 +300,7 @@ class SimStore:
 
     def mirror_apply(self, mirror: int, blob: SimBlob) -> int:
         m = self.mirrors[mirror]
-        who = m.members.get(blob.bucket)
+        who = m.members.get(blob.partition)
         if who is None:
             return AppendCode.NO_MIRROR
         if blob.kind is StreamKind.CHANGE:
@@ -311,12 +312,12 @@ class SimStore:
                 return AppendCode.GAP
             bits = blob.bits[0] if who.complete else blob.bits[0] & who.covered
             m.page = plus(m.page, times((bits, 0), who.weight))
-            if m.rest is not None and blob.bucket not in m.lost:
+            if m.rest is not None and blob.partition not in m.lost:
                 m.rest = plus(m.rest, times((bits & ~who.folded, 0), who.weight))
             who.take(blob)
             return AppendCode.APPLIED
         if who.complete or (who.seq >= 0 and blob.seq != who.seq) or blob.mask & who.covered:
-            raise AssertionError(f"contents of bucket {blob.bucket} out of order: {blob} for a member at {who.seq}")
+            raise AssertionError(f"contents of bucket {blob.partition} out of order: {blob} for a member at {who.seq}")
         m.page = plus(m.page, times(blob.bits, who.weight))
         who.covered |= blob.mask
         who.take(blob)
@@ -325,47 +326,47 @@ class SimStore:
             who.marks = dict(blob.marks or {})
         return AppendCode.APPLIED
 
-    def check_mirror(self, mirror: int, members: dict[BucketId, Bucket]) -> None:
+    def check_mirror(self, mirror: int, members: dict[PartitionId, Partition]) -> None:
         """At rest: it equals its members. Raises Violation."""
         m = self.mirrors[mirror]
         want: Page = (0, 0)
-        for bucket, who in m.members.items():
-            real = members[bucket]
+        for partition, who in m.members.items():
+            real = members[partition]
             want = plus(want, times((real.content, 0), who.weight))
             if (who.seq, who.fingerprint, who.marks) != (real.seq, real.book.fingerprint, real.marks()):
                 raise Violation(
-                    f"mirror {mirror} has bucket {bucket} at {who.seq}, it is at {real.seq}, or marks differ"
+                    f"mirror {mirror} has bucket {partition} at {who.seq}, it is at {real.seq}, or marks differ"
                 )
         if m.page != want:
             raise Violation(f"mirror {mirror} does not equal its members {list(m.members)}")
 
-    def mirror_seq(self, mirror: int, bucket: BucketId) -> int:
-        return self.mirrors[mirror].members[bucket].seq
+    def mirror_seq(self, mirror: int, partition: PartitionId) -> int:
+        return self.mirrors[mirror].members[partition].seq
 
     def mirror_complete(self, mirror: int) -> bool:
         return self.mirrors[mirror].complete
 
-    def _rebuilt(self, who: _SimMember, page: Page) -> Bucket:
-        bucket = Bucket()
-        bucket.seq, bucket.content = who.seq, page[0]
+    def _rebuilt(self, who: _SimMember, page: Page) -> Partition:
+        partition = Partition()
+        partition.seq, partition.content = who.seq, page[0]
         if page[1]:
             raise AssertionError("what was decoded is no contents")
-        bucket.book.fingerprint = who.fingerprint
-        bucket.book.shards = {shard: list(mark) for shard, mark in who.marks.items() if mark is not None}
-        return bucket
+        partition.book.fingerprint = who.fingerprint
+        partition.book.shards = {shard: list(mark) for shard, mark in who.marks.items() if mark is not None}
+        return partition
 
-    def promote(self, mirror: int, bucket: BucketId) -> None:
+    def promote(self, mirror: int, partition: PartitionId) -> None:
         m = self.mirrors.pop(mirror)
-        who = m.members[bucket]
+        who = m.members[partition]
         if len(m.members) != 1 or not who.complete:
-            raise AssertionError(f"mirror {mirror} cannot become bucket {bucket}")
-        self.install(bucket, self._rebuilt(who, times(m.page, 3 - who.weight)))
+            raise AssertionError(f"mirror {mirror} cannot become bucket {partition}")
+        self.install(partition, self._rebuilt(who, times(m.page, 3 - who.weight)))
 
-    def recover_begin(self, mirror: int, lost: Sequence[BucketId], here: Sequence[BucketId]) -> None:
+    def recover_begin(self, mirror: int, lost: Sequence[PartitionId], here: Sequence[PartitionId]) -> None:
         m = self.mirrors[mirror]
         if m.rest is not None or not m.complete:
             raise AssertionError(f"mirror {mirror} cannot be folded")
-        if any(b in self.buckets or b in self._loading for b in here):
+        if any(b in self.partitions or b in self._loading for b in here):
             raise AssertionError(f"buckets {here} are to be rebuilt here, and one of them is here")
         m.rest, m.lost, m.here, m.other = m.page, tuple(lost), tuple(here), (0, 0)
         m.other_heads = m.other_mask = m.filled = 0
@@ -377,45 +378,45 @@ class SimStore:
         m = self.mirrors[mirror]
         if m.rest is None or not m.here:
             return False
-        rest = [who for bucket, who in m.members.items() if bucket not in m.lost]
+        rest = [who for partition, who in m.members.items() if partition not in m.lost]
         if any(who.heads < len(TABLES) for who in rest) or (len(m.lost) > 1 and m.other_heads < len(TABLES)):
             return False
         if not m.early:
             m.early = True
-            for bucket in m.here:
-                made = self._rebuilt(m.members[bucket], (0, 0))
+            for partition in m.here:
+                made = self._rebuilt(m.members[partition], (0, 0))
                 made.absent = (1 << self.samples) - 1
-                self.install(bucket, made)
+                self.install(partition, made)
             self._fill(m)
         return True
 
     def _fill(self, m: SimMirror) -> None:
-        """Bits that are folded now are back in the buckets that are early."""
+        """Bits that are folded now are back in the partitions that are early."""
         if not m.early:
             return
         new = ((1 << self.samples) - 1) & ~m.filled
-        for bucket, who in m.members.items():
-            new &= who.folded if bucket not in m.lost else new
+        for partition, who in m.members.items():
+            new &= who.folded if partition not in m.lost else new
         if len(m.lost) > 1:
             new &= m.other_mask
         m.filled |= new
-        for bucket, page in self._solved(m).items():
+        for partition, page in self._solved(m).items():
             if page[1] & new:
                 raise AssertionError("what was decoded is no contents")
-            self.buckets[bucket].content ^= page[0] & new
-            self.buckets[bucket].absent &= ~new
+            self.partitions[partition].content ^= page[0] & new
+            self.partitions[partition].absent &= ~new
 
     def lacks(self, bitmap: bytes, shard: int, lo: int, hi: int) -> bool:
-        """Whether rows that this range changes are still to come back in a bucket that is addressed."""
+        """Whether rows that this range changes are still to come back in a partition that is addressed."""
         bits = self._bits(shard, lo, hi)
-        named = bitmap_buckets(bitmap) if bitmap else list(self.ledger.buckets)
-        return any(self.buckets[BucketId(b)].absent & bits for b in named if b in self.ledger.buckets)
+        named = bitmap_partitions(bitmap) if bitmap else list(self.ledger.partitions)
+        return any(self.partitions[PartitionId(b)].absent & bits for b in named if b in self.ledger.partitions)
 
     def _bits(self, shard: int, lo: int, hi: int) -> int:
         return ((1 << (hi - lo)) - 1) << ((shard >> 32 & 0xFFFF) * self.epoch_samples + lo)
 
     def recover_fold(self, mirror: int, blob: SimBlob) -> None:
-        m, who = self.mirrors[mirror], self.mirrors[mirror].members[blob.bucket]
+        m, who = self.mirrors[mirror], self.mirrors[mirror].members[blob.partition]
         if m.rest is None or blob.mask & who.folded or blob.seq != who.seq:
             raise AssertionError(f"{blob} folded out of order")
         m.rest = plus(m.rest, times(blob.bits, who.weight))
@@ -433,11 +434,11 @@ class SimStore:
     def recover_emit(self, mirror: int, kind: StreamKind, table: int, lo: int) -> tuple[SimBlob, int]:
         rest = self.mirrors[mirror].rest
         assert rest is not None
-        bucket = BucketId(0xFFFFFFFF)
+        partition = PartitionId(0xFFFFFFFF)
         if kind is StreamKind.HEADS or table != TABLES[0]:
-            return SimBlob(kind, bucket, 0), -1
+            return SimBlob(kind, partition, 0), -1
         mask = self._mask(lo)
-        blob = SimBlob(kind, bucket, 0, 0, None, (rest[0] & mask, rest[1] & mask), mask)
+        blob = SimBlob(kind, partition, 0, 0, None, (rest[0] & mask, rest[1] & mask), mask)
         return blob, lo + self.piece if lo + self.piece < self.samples else -1
 
     def recover_end(self, mirror: int, abort: bool) -> None:
@@ -445,17 +446,17 @@ class SimStore:
         early, solved = m.early, self._solved(m) if not abort else {}
         m.rest, m.early = None, False
         if early:
-            for bucket in m.here:
+            for partition in m.here:
                 if abort:
-                    self.fenced.add(bucket)
-                    self.drop(bucket)
-                elif self.buckets[bucket].absent:
-                    raise AssertionError(f"bucket {bucket} is not whole")
+                    self.fenced.add(partition)
+                    self.drop(partition)
+                elif self.partitions[partition].absent:
+                    raise AssertionError(f"bucket {partition} is not whole")
             return
-        for bucket, page in solved.items():
-            self.install(bucket, self._rebuilt(m.members[bucket], page))
+        for partition, page in solved.items():
+            self.install(partition, self._rebuilt(m.members[partition], page))
 
-    def _solved(self, m: SimMirror) -> dict[BucketId, Page]:
+    def _solved(self, m: SimMirror) -> dict[PartitionId, Page]:
         """The lost members, as far as what is left of the rows has them."""
         rest = m.rest
         if rest is None:
@@ -470,4 +471,4 @@ class SimStore:
         return {m.lost[0]: x, m.lost[1]: plus(r0, x)}
 
 
-__all__ = ["Bucket", "Page", "SimBlob", "SimMirror", "SimStore", "plus", "times"]
+__all__ = ["Page", "Partition", "SimBlob", "SimMirror", "SimStore", "plus", "times"]

@@ -16,13 +16,13 @@ from everstep.brain.brain import Brain
 from everstep.brain.events import DrainAsked, Event, FactType, Note, Reply, ScaleAsked
 from everstep.brain.pacing import Pacing
 from everstep.brain.watch import HeartbeatWatch
-from everstep.ids import BucketId, Incarnation, ShardKey, Slot
-from everstep.model.image import Manifest
+from everstep.ids import Incarnation, PartitionId, ShardKey, Slot
 from everstep.model.member import Role
 from everstep.model.placement import MirrorKind, Placement
 from everstep.model.shard import Lease, ShardState, split_key
+from everstep.model.snapshot import Manifest
 from everstep.native.ledger import PushLedger, batch_fingerprint
-from everstep.policies.draft import How
+from everstep.policies.placement_builder import How
 from everstep.policies.recovery import recover
 from everstep.protect.machine import Machine
 from everstep.protect.replication import PeerKey
@@ -32,7 +32,7 @@ from everstep.sim.lineage import Lineage
 from everstep.sim.named_steps import NamedSteps
 from everstep.sim.scenario import Scenario, random_scenario
 from everstep.sim.sim_server import MirrorPs
-from everstep.sim.sim_store import Bucket, SimStore
+from everstep.sim.sim_store import Partition, SimStore
 from everstep.sim.truth import Truth
 from everstep.tables.staleness_gate import StalenessGate
 from everstep.tables.worker_protocol import WorkerProtocol
@@ -68,7 +68,7 @@ class SimOutcome(NamedTuple):
     failovers: int  # masters that died after everyone alive had joined them
     replayed: int  # events
     deaths: int  # of workers
-    applied: int  # (bucket, position) pairs
+    applied: int  # (partition, position) pairs
     retried: int  # batches
     late: int = 0  # parts of steps
 
@@ -87,16 +87,16 @@ class Simulation:
         self.kernel = Kernel(seed, trace)
         self.net = Network(self.kernel)
         self.spec, self.plan = scenario.spec(), scenario.plan()
-        self.truth: Any = Truth(self.plan, scenario.epochs, scenario.buckets)
+        self.truth: Any = Truth(self.plan, scenario.epochs, scenario.partitions)
         self.placed: Any = Worker  # who is told of each new map
         if scenario.mirrors:
             lenient = scenario.protect == "eager" or bool(scenario.checkpoint_s)
             acked = scenario.protect == "acked"
-            self.truth = Lineage(self.plan, scenario.epochs, scenario.buckets, acked, lenient)
+            self.truth = Lineage(self.plan, scenario.epochs, scenario.partitions, acked, lenient)
             self.placed = Worker | MirrorPs
         self.lives: dict[PeerKey, MirrorPs] = {}
         self.stuck: list[str] = []
-        self.files: dict[str, Bucket] = {}  # images, durable or not
+        self.files: dict[str, Partition] = {}  # snapshots, durable or not
         self.manifests: dict[int, Manifest] = {}
         self.ps_deaths = 0
         self.torn: set[int] = set()  # mirrors; ids are never used again
@@ -170,9 +170,9 @@ class Simulation:
             return self.lives.get((slot, incarnation))
         return self.servers[slot]
 
-    def image_of(self, checkpoint: int, bucket: BucketId) -> Bucket:
-        """What the manifest of ``checkpoint`` names for ``bucket``."""
-        return self.files[self.manifests[checkpoint].images[bucket].files[0].path]
+    def snapshot_of(self, checkpoint: int, partition: PartitionId) -> Partition:
+        """What the manifest of ``checkpoint`` names for ``partition``."""
+        return self.files[self.manifests[checkpoint].snapshots[partition].files[0].path]
 
     def lease_current(self, brain: Brain, lease: Lease) -> bool:
         held = brain.leases.get(lease.shard)
@@ -281,8 +281,8 @@ class Simulation:
             ps.exit(-9)
 
     def may_lose(self, ps: MirrorPs) -> bool:
-        """Whether every bucket can still be had without this ps and those whose loss the master has not noticed yet. If
-        so, its loss is noted."""
+        """Whether every partition can still be had without this ps and those whose loss the master has not noticed yet.
+        If so, its loss is noted."""
         brain = self.master.brain
         placement = brain.placement
         if not self.master.alive or placement is None or brain.job.over or self.master.outdated():
@@ -298,8 +298,8 @@ class Simulation:
         return True
 
     def may_tear(self, mirror: int) -> bool:
-        """Whether every bucket can still be had without this mirror, and those whose tear the master has not heard of.
-        If so, it is noted."""
+        """Whether every partition can still be had without this mirror, and those whose tear the master has not heard
+        of. If so, it is noted."""
         placement = self.master.brain.placement
         if not self.master.alive or placement is None or self.master.brain.job.over or self.master.outdated():
             return False
@@ -310,29 +310,29 @@ class Simulation:
         return False
 
     def _bearable(self, placement: Placement, gone: set[Slot]) -> bool:
-        """Whether every bucket could be had without the ps ``gone`` and the torn mirrors."""
+        """Whether every partition could be had without the ps ``gone`` and the torn mirrors."""
         keeper = self.master.brain.keeper
-        for switched in (False, True):  # a mirror's "ready" may be on its way: then the bucket goes to who is lost
-            draft = keeper.draft()
-            draft.living = {p.slot for p in placement.servers if p.slot in draft.living} - gone
-            draft.drop([m for m in draft.mirrors if m.id in self.torn])
-            away = set(draft.missing)
+        for switched in (False, True):  # a mirror's "ready" may be on its way: then the partition goes to who is lost
+            builder = keeper.builder()
+            builder.living = {p.slot for p in placement.servers if p.slot in builder.living} - gone
+            builder.drop([m for m in builder.mirrors if m.id in self.torn])
+            away = set(builder.missing)
             if switched:
-                moves = [m for m in draft.mirrors if m.kind is MirrorKind.MOVE and m.at in gone]
+                moves = [m for m in builder.mirrors if m.kind is MirrorKind.MOVE and m.at in gone]
                 away |= {b for m in moves for b in m.members}
-                # ... or a bucket's: then who handed it over has dropped it when the loss is noticed.
-                draft.missing = {b: p for b, p in draft.missing.items() if p.how is not How.HAND_OVER}
-            draft.owner = [Slot(-1) if b in away else slot for b, slot in enumerate(draft.owner)]
-            if not draft.living or (recover(draft, keeper.image_of).lost and not self.may_begin_again()):
+                # ... or a partition's: then who handed it over has dropped it when the loss is noticed.
+                builder.missing = {b: p for b, p in builder.missing.items() if p.how is not How.HAND_OVER}
+            builder.owner = [Slot(-1) if b in away else slot for b, slot in enumerate(builder.owner)]
+            if not builder.living or (recover(builder, keeper.snapshot_of).lost and not self.may_begin_again()):
                 return False
         return True
 
-    def outlived(self, life: PeerKey, bucket: BucketId) -> bool:
-        """Whether the map does not name this life of a ps, which still runs, as the owner of ``bucket``."""
+    def outlived(self, life: PeerKey, partition: PartitionId) -> bool:
+        """Whether the map does not name this life of a ps, which still runs, as the owner of ``partition``."""
         placement = self.master.brain.placement
         if placement is None:
             return False
-        return placement.owner[bucket] != life[0] or life not in {(p.slot, p.incarnation) for p in placement.servers}
+        return placement.owner[partition] != life[0] or life not in {(p.slot, p.incarnation) for p in placement.servers}
 
     def may_begin_again(self) -> bool:
         """Whether nothing was released, and nothing is about to be: then what is lost may begin empty."""
@@ -380,9 +380,9 @@ class Simulation:
         new.start()
 
     def fall_back(self, ps: Ps) -> None:
-        """The new life's image may be older than what the old life acknowledged, for shards that are not done."""
+        """The new life's snapshot may be older than what the old life acknowledged, for shards that are not done."""
         rng, brain = self.kernel.rng, self.master.brain
-        for bucket, book in ps.ledger.buckets.items():
+        for partition, book in ps.ledger.partitions.items():
             for shard, mark in book.shards.items():
                 key = ShardKey(shard)
                 if key in self.truth.done or brain.shards.state(key) >= ShardState.DONE or rng.random() < 0.5:
@@ -390,11 +390,11 @@ class Simulation:
                 start, _ = self.plan.bounds(split_key(key)[2])
                 lo, hi = rng.randint(start, mark[0]), mark[0]
                 if lo < hi:
-                    self.truth.undoes(bucket, key, lo, hi)
+                    self.truth.undoes(partition, key, lo, hi)
                     book.fingerprint = (book.fingerprint - batch_fingerprint(shard, lo, hi)) & (1 << 64) - 1
                     mark[0] = lo
                     if self.kernel.lines is not None:
-                        self.kernel.say(ps, f"bucket {bucket} of shard {shard:x} fell back from {hi} to {lo}")
+                        self.kernel.say(ps, f"bucket {partition} of shard {shard:x} fell back from {hi} to {lo}")
 
     def scale(self, count: int) -> None:
         if self.master.alive and self.kernel.now >= self.master.paused_until:
@@ -466,16 +466,16 @@ class Simulation:
         prints: dict[int, int] = {}
         lives = {p.slot: self.lives[p.slot, p.incarnation] for p in placement.servers}
         for b, slot in enumerate(placement.owner):
-            bucket, ps = BucketId(b), lives.get(slot)
-            if ps is None or not ps.machine.serves(bucket):
+            partition, ps = PartitionId(b), lives.get(slot)
+            if ps is None or not ps.machine.serves(partition):
                 raise Violation(f"bucket {b} is not served by ps:{slot} at the end: {self.where()} {self.stuck}")
-            self.truth.at_rest(bucket, ps.store.buckets[bucket])
-            prints[b] = ps.store.buckets[bucket].book.fingerprint
+            self.truth.at_rest(partition, ps.store.partitions[partition])
+            prints[b] = ps.store.partitions[partition].book.fingerprint
         for mirror in placement.mirrors:
             ps = lives.get(mirror.at)
             if ps is None or not ps.alive or mirror.id not in ps.machine.complete:
                 continue  # who died unnoticed shortly before the end has what it had then
-            ps.store.check_mirror(mirror.id, {b: lives[placement.owner[b]].store.buckets[b] for b in mirror.members})
+            ps.store.check_mirror(mirror.id, {b: lives[placement.owner[b]].store.partitions[b] for b in mirror.members})
         return prints
 
     def kill_again(self) -> None:

@@ -1,6 +1,6 @@
 """What must be true, kept apart from the code under test: it sees what is applied, not why.
 
-A counting model: one byte per (bucket, position of an epoch) that says how often it was applied. Everything that is
+A counting model: one byte per (partition, position of an epoch) that says how often it was applied. Everything that is
 wrong is told at the moment it happens, so that the trace ends at the cause.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from everstep.ids import BucketId, Incarnation, LeaseNo, ShardKey, Slot
+from everstep.ids import Incarnation, LeaseNo, PartitionId, ShardKey, Slot
 from everstep.model.shard import Lease, ShardSchedule, shard_key, split_key
 from everstep.native.ledger import SpanTuple, batch_fingerprint, by_shard
 from everstep.sim.kernel import Violation
@@ -23,27 +23,27 @@ _MASK = (1 << 64) - 1
 
 @lru_cache(maxsize=4096)
 def epoch_fingerprint(epoch_key: int, samples: int) -> int:
-    """The order-free fingerprint that every bucket must show after one whole epoch."""
+    """The order-free fingerprint that every partition must show after one whole epoch."""
     return batch_fingerprint(epoch_key << 32, 0, samples)
 
 
 class Truth:
-    """Counts of one job: ``plan`` (dataset 0), ``epochs``, ``buckets``."""
+    """Counts of one job: ``plan`` (dataset 0), ``epochs``, ``partitions``."""
 
-    def __init__(self, plan: ShardSchedule, epochs: int, buckets: int) -> None:
-        self.plan, self.epochs, self.buckets = plan, epochs, buckets
-        self.counts = [[bytearray(plan.samples) for _ in range(buckets)] for _ in range(epochs)]
-        self.missing = [plan.samples * buckets for _ in range(epochs)]
+    def __init__(self, plan: ShardSchedule, epochs: int, partitions: int) -> None:
+        self.plan, self.epochs, self.partitions = plan, epochs, partitions
+        self.counts = [[bytearray(plan.samples) for _ in range(partitions)] for _ in range(epochs)]
+        self.missing = [plan.samples * partitions for _ in range(epochs)]
         self.fence: dict[tuple[Slot, ShardKey], LeaseNo] = {}
         self.done: dict[ShardKey, LeaseNo] = {}
         self.granted: dict[tuple[Slot, Incarnation, int], Lease] = {}
         self.applied = 0
-        self.skipped = [0] * buckets  # fingerprints of what moved the watermark without gradients
+        self.skipped = [0] * partitions  # fingerprints of what moved the watermark without gradients
         self.held_back: dict[
             tuple[Slot, Incarnation], set[tuple[ShardKey, int]]
         ] = {}  # positions that scripts held back
-        self.pending: set[ShardKey] = set()  # all that a bucket lacked of it was held back, at some time
-        self.came_back = False  # a bucket came back without something that was acknowledged
+        self.pending: set[ShardKey] = set()  # all that a partition lacked of it was held back, at some time
+        self.came_back = False  # a partition came back without something that was acknowledged
         self.shared = 0  # pushes with spans of several shards that were applied
 
     # ------------------------------------------------------------ at the ps
@@ -75,53 +75,53 @@ class Truth:
         before: Mapping[int, Mapping[int, int]],
         after: Mapping[int, Mapping[int, int]],
     ) -> None:
-        """``ps`` was pushed one step of ``spans``: each of its buckets took all of it, or nothing."""
+        """``ps`` was pushed one step of ``spans``: each of its partitions took all of it, or nothing."""
         wholes = by_shard(spans)
-        for bucket, marks in after.items():
-            if marks == before[bucket]:
+        for partition, marks in after.items():
+            if marks == before[partition]:
                 continue
             for shard, lo, hi, _ in wholes:
-                was, now = before[bucket].get(ShardKey(shard)), marks.get(ShardKey(shard))
+                was, now = before[partition].get(ShardKey(shard)), marks.get(ShardKey(shard))
                 if (was, now) != (lo, hi):
                     raise Violation(
-                        f"ps:{ps}, bucket {bucket}: a step of {len(wholes)} shards was taken in part: [{lo}, {hi}) of "
-                        f"shard {shard:x} moved the watermark from {was} to {now}"
+                        f"ps:{ps}, partition {partition}: a step of {len(wholes)} shards was taken in part: [{lo}, "
+                        f"{hi}) of shard {shard:x} moved the watermark from {was} to {now}"
                     )
             self.shared += len(wholes) > 1
 
     def applies(
-        self, ps: Slot, bucket: BucketId, shard: ShardKey, lo: int, hi: int, lease: LeaseNo, skipped: bool = False
+        self, ps: Slot, partition: PartitionId, shard: ShardKey, lo: int, hi: int, lease: LeaseNo, skipped: bool = False
     ) -> None:
-        """``ps`` applied positions ``[lo, hi)`` to ``bucket`` (``skipped``: moved its watermark over them)."""
+        """``ps`` applied positions ``[lo, hi)`` to ``partition`` (``skipped``: moved its watermark over them)."""
         if lease != self.fence.get((ps, shard)):
             raise Violation(f"ps:{ps} applied [{lo}, {hi}) of shard {shard:x} by the fenced lease {lease:x}")
         _, epoch, index = split_key(shard)
         start, stop = self.plan.bounds(index)
         if not start <= lo < hi <= stop:
             raise Violation(f"ps:{ps} applied [{lo}, {hi}), shard {shard:x} is [{start}, {stop})")
-        counts = self.counts[epoch][bucket]
+        counts = self.counts[epoch][partition]
         if any(counts[lo:hi]):
-            raise Violation(f"bucket {bucket} counts [{lo}, {hi}) of epoch {epoch} twice (ps:{ps}, shard {shard:x})")
+            raise Violation(f"bucket {partition} counts [{lo}, {hi}) of epoch {epoch} twice (ps:{ps}, shard {shard:x})")
         counts[lo:hi] = b"\1" * (hi - lo)
         self.missing[epoch] -= hi - lo
         self.applied += hi - lo
         if skipped:
-            self.skipped[bucket] += batch_fingerprint(shard, lo, hi)
+            self.skipped[partition] += batch_fingerprint(shard, lo, hi)
 
-    def undoes(self, bucket: int, shard: ShardKey, lo: int, hi: int) -> None:
-        """``bucket`` came back from an image that lacks ``[lo, hi)``."""
+    def undoes(self, partition: int, shard: ShardKey, lo: int, hi: int) -> None:
+        """``partition`` came back from a snapshot that lacks ``[lo, hi)``."""
         self.came_back = True
         epoch = split_key(shard)[1]
-        self.counts[epoch][bucket][lo:hi] = bytes(hi - lo)
+        self.counts[epoch][partition][lo:hi] = bytes(hi - lo)
         self.missing[epoch] += hi - lo
 
-    def acknowledges(self, ps: Slot, buckets: tuple[int, ...], shard: ShardKey, lo: int, hi: int) -> None:
-        """``ps`` answered "applied or repeat" for ``[lo, hi)`` in ``buckets``: it must be so."""
+    def acknowledges(self, ps: Slot, partitions: tuple[int, ...], shard: ShardKey, lo: int, hi: int) -> None:
+        """``ps`` answered "applied or repeat" for ``[lo, hi)`` in ``partitions``: it must be so."""
         counts = self.counts[split_key(shard)[1]]
-        for bucket in buckets:
-            if not all(counts[bucket][lo:hi]):
+        for partition in partitions:
+            if not all(counts[partition][lo:hi]):
                 raise Violation(
-                    f"ps:{ps} acknowledged [{lo}, {hi}) of shard {shard:x}, bucket {bucket} lacks some of it"
+                    f"ps:{ps} acknowledged [{lo}, {hi}) of shard {shard:x}, bucket {partition} lacks some of it"
                 )
 
     def releases(self, ps: Slot, shards: tuple[ShardKey, ...]) -> None:
@@ -138,7 +138,7 @@ class Truth:
         kept |= {(work.lease.shard, position) for position in range(work.lo, work.hi)}
 
     def pends(self, worker: Slot, incarnation: Incarnation, leases: Iterable[Lease]) -> None:
-        """The worker says that what is left of these leases is held back: what buckets lack of them must be."""
+        """The worker says that what is left of these leases is held back: what partitions lack of them must be."""
         kept = self.held_back.get((worker, incarnation), set())
         for lease in leases:
             if lease.shard in self.done:
@@ -146,12 +146,12 @@ class Truth:
             self.pending.add(lease.shard)
             if self.came_back:
                 continue
-            for bucket, counts in enumerate(self.counts[split_key(lease.shard)[1]]):
+            for partition, counts in enumerate(self.counts[split_key(lease.shard)[1]]):
                 for position in range(lease.start, lease.stop):
                     if not counts[position] and (lease.shard, position) not in kept:
                         raise Violation(
                             f"worker:{worker} says that the rest of shard {lease.shard:x} is held back, bucket "
-                            f"{bucket} lacks position {position}, which was not computed"
+                            f"{partition} lacks position {position}, which was not computed"
                         )
 
     # ------------------------------------------------------------ at the master
@@ -172,25 +172,25 @@ class Truth:
             raise Violation(f"lease {lease.no:x} of shard {lease.shard:x} is current, though a later one fenced it")
 
     def is_done(self, shard: ShardKey, lease: LeaseNo) -> None:
-        """The master counts ``shard`` as done: every bucket must have all of it."""
+        """The master counts ``shard`` as done: every partition must have all of it."""
         _, epoch, index = split_key(shard)
         start, stop = self.plan.bounds(index)
-        for bucket, counts in enumerate(self.counts[epoch]):
+        for partition, counts in enumerate(self.counts[epoch]):
             if not all(counts[start:stop]):
                 lacks = counts.index(0, start, stop)
-                raise Violation(f"shard {shard:x} counts as done, bucket {bucket} lacks position {lacks}")
+                raise Violation(f"shard {shard:x} counts as done, bucket {partition} lacks position {lacks}")
         self.done[shard] = lease
 
     # ------------------------------------------------------------ at the end
 
     def finished(self, fingerprints: dict[int, int]) -> None:
-        """Every position of every epoch in every bucket once, and the ps's own fingerprints say the same."""
+        """Every position of every epoch in every partition once, and the ps's own fingerprints say the same."""
         for epoch, counts in enumerate(self.counts):
-            for bucket, row in enumerate(counts):
+            for partition, row in enumerate(counts):
                 if not all(row):
-                    raise Violation(f"finished, but epoch {epoch} lacks position {row.index(0)} in bucket {bucket}")
+                    raise Violation(f"finished, but epoch {epoch} lacks position {row.index(0)} in bucket {partition}")
         want = sum(epoch_fingerprint(epoch, self.plan.samples) for epoch in range(self.epochs)) & _MASK
-        for bucket in range(self.buckets):
-            have = (fingerprints.get(bucket, 0) + self.skipped[bucket]) & _MASK
+        for partition in range(self.partitions):
+            have = (fingerprints.get(partition, 0) + self.skipped[partition]) & _MASK
             if have != want:
-                raise Violation(f"fingerprint of bucket {bucket} is {have:x}, not {want:x}")
+                raise Violation(f"fingerprint of bucket {partition} is {have:x}, not {want:x}")

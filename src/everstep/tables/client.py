@@ -4,7 +4,7 @@ A request names rows by offsets into the worker's memory (``RowsPart`` with ``sh
 writes that memory itself; over TCP the link sends and receives the same pieces behind the header. Requests of one
 link are answered in order, so a pull sent after a push sees it applied.
 
-A ps that is lost is waited for: a newer map will name who has its buckets now, and its link is closed then. Whatever
+A ps that is lost is waited for: a newer map will name who has its partitions now, and its link is closed then. Whatever
 was asked by an old map, of a link that was closed or of a ps that has the newer map already, ends with ``Moved``: who
 asked routes it anew.
 """
@@ -329,7 +329,7 @@ class Ticket:
 class PsClient:
     """Speaks with all ps of the job as with one: it knows the map and waits for answers.
 
-    ``moved_give_up_s``: so long may a ps have another map than we, or a bucket no owner that is up.
+    ``moved_give_up_s``: so long may a ps have another map than we, or a partition no owner that is up.
     """
 
     def __init__(self, memory: Memory, *, moved_give_up_s: float = _LOST_S) -> None:
@@ -465,8 +465,8 @@ class PsClient:
         return {"bytes_in": float(self._bytes_in), "bytes_out": float(self._bytes_out)}
 
     def stalled(self) -> tuple[Slot, float]:
-        """Return the ps that has kept us waiting longest with another map than ours, or with buckets that are not there
-        yet, and for how many seconds; (-1, 0.0): none."""
+        """Return the ps that has kept us waiting longest with another map than ours, or with partitions that are not
+        there yet, and for how many seconds; (-1, 0.0): none."""
         now = time.monotonic()
         waits = [(now - since, slot) for slot, since in list(self._moved_since.items())]
         longest, slot = max(waits, default=(0.0, Slot(-1)))

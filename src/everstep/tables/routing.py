@@ -1,7 +1,7 @@
 """Knows which ps owns which key, and the rows of one batch: where keys, values and gradients lie in memory.
 
 ``BatchRows`` is one region of the worker's memory (shared with the ps of the same node): for every table the
-unique keys of the batch, grouped by ps and by bucket, then the values pulled for them, then the gradients to push.
+unique keys of the batch, grouped by ps and by partition, then the values pulled for them, then the gradients to push.
 Pull and push name offsets into that region, so rows are never copied on their way.
 """
 
@@ -41,24 +41,24 @@ class Memory(Protocol):
 
 
 class Router:
-    """Holds a placement as arrays. ``slots``: the ps in ascending order, also owners that are not up; ``bucket_ps[b]``:
-    position in ``slots``, int32; ``version``: of the routing."""
+    """Holds a placement as arrays. ``slots``: the ps in ascending order, also owners that are not up;
+    ``partition_ps[b]``: position in ``slots``, int32; ``version``: of the routing."""
 
     def __init__(self, placement: Placement) -> None:
         self.placement = placement
         self.version = placement.route
         self.slots: tuple[Slot, ...] = tuple(sorted({p.slot for p in placement.servers} | set(placement.owner)))
         position = {slot: i for i, slot in enumerate(self.slots)}
-        self.n_buckets = placement.buckets
-        self.bucket_ps = np.array([position[s] for s in placement.owner], dtype=np.int32)
+        self.n_partitions = placement.partitions
+        self.partition_ps = np.array([position[s] for s in placement.owner], dtype=np.int32)
 
     def __repr__(self) -> str:
-        return f"<Router v{self.version} {self.n_buckets} partitions on ps {list(self.slots)}>"
+        return f"<Router v{self.version} {self.n_partitions} partitions on ps {list(self.slots)}>"
 
     def route(self, table: TableId, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int32], list[int]]:
         """Return ``(keys int64 [u], inverse int32 [n], counts per ps)``: unique ids, grouped by ps, then by
         partition."""
-        keys, inverse, counts = unique_route(ids, self.n_buckets, table, self.bucket_ps, len(self.slots))
+        keys, inverse, counts = unique_route(ids, self.n_partitions, table, self.partition_ps, len(self.slots))
         return keys, inverse, counts.tolist()
 
 
@@ -158,7 +158,7 @@ class BatchRows:
         values: bool = True,
         grads: bool = True,
     ) -> list[TableRows]:
-        """Make room for ``(spec, keys grouped by ps and bucket, counts per ps)`` and copy the keys in."""
+        """Make room for ``(spec, keys grouped by ps and partition, counts per ps)`` and copy the keys in."""
         added = [TableRows(spec, len(keys), counts) for spec, keys, counts in found]
         size = of_grads = 0
         for rows in added:

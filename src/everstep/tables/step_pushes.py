@@ -7,7 +7,7 @@ owed any more. So whoever is lost, somebody has what it did not push, and nothin
 
 - A new generation (a loss, a join, a leave) has a later lease, which fences what the old one may still send. Everybody
   in it pushes all that it holds to every ps; who has it already answers "repeat".
-- So after a newer map: where a bucket went, what it has is for its watermark to say.
+- So after a newer map: where a partition went, what it has is for its watermark to say.
 - Where a step's rows are waited for too long, whoever waits takes over what others should have pushed.
 
 A ps applies an interval only at its watermark, so a step is there once, whoever sends it, and steps are in order. The
@@ -17,8 +17,8 @@ If the script steps a table several times in one iteration, the step is several 
 the last have one position each.
 
 If the script accumulates gradients over several steps, the ranges of those in which it does not step any table are
-*held back* (``HeldBack``): they go to the ps with the step that consumes their gradients, as one push, which a bucket
-takes whole or not at all. So a bucket's watermark never passes a gradient that only the members have.
+*held back* (``HeldBack``): they go to the ps with the step that consumes their gradients, as one push, which a
+partition takes whole or not at all. So a partition's watermark never passes a gradient that only the members have.
 """
 
 from __future__ import annotations
@@ -85,10 +85,10 @@ class HeldBack:
         return next((r.lo for r in self.ranges if r.shard == shard), position)
 
     def crossed(self, marks: Mapping[ShardKey, Sequence[int]]) -> bool:
-        """Return whether a bucket has some of them already. ``marks``: all buckets' watermarks, by shard.
+        """Return whether a partition has some of them already. ``marks``: all partitions' watermarks, by shard.
 
         A line of states that is over has consumed them in steps of its own. No step of this line can consume them
-        together with what comes: one bucket would have a gradient twice, or another one not at all."""
+        together with what comes: one partition would have a gradient twice, or another one not at all."""
         return any(mark > self.begin(shard, mark) for shard in self.shards for mark in marks[shard])
 
 
@@ -134,7 +134,7 @@ class Open:
 
 @dataclass(frozen=True)
 class Send:
-    """Push ``owed`` to all buckets of ``ps``, then say ``pushed``. ``token``: of its first range; ``more``: the
+    """Push ``owed`` to all partitions of ``ps``, then say ``pushed``. ``token``: of its first range; ``more``: the
     others; ``skipped``: the first is not learnt."""
 
     ps: Slot

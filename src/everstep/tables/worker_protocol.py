@@ -2,27 +2,27 @@
 
 Theory
 ------
-A bucket applies a push of ``[lo, hi)`` if and only if ``lo`` is its watermark for that shard and no later lease has
+A partition applies a push of ``[lo, hi)`` if and only if ``lo`` is its watermark for that shard and no later lease has
 opened the shard. So a worker can never harm by pushing twice, late, or what somebody else pushed before; all it has
 to see to is that nothing is *missing*. It does so with four rules:
 
 1. **Open first.** A granted lease is opened at every ps (this fences older leases and returns the watermarks), and
    nothing is computed for it before all have answered.
-2. **Reconcile.** Buckets may be at different watermarks ``v0 < v1 < ... < vk`` (the last owner died between its ps).
-   Each *ragged* interval ``[vi, vi+1)`` is recomputed and pushed only to the buckets behind; from ``vk`` on everybody
-   gets everything. Batch boundaries may therefore change at any moment, also in the middle of a shard.
+2. **Reconcile.** Partitions may be at different watermarks ``v0 < v1 < ... < vk`` (the last owner died between its ps).
+   Each *ragged* interval ``[vi, vi+1)`` is recomputed and pushed only to the partitions behind; from ``vk`` on
+   everybody gets everything. Batch boundaries may therefore change at any moment, also in the middle of a shard.
 3. **In order.** Pushes to one ps go in the order of their ranges. What is not acknowledged is sent again (a repeat is
-   acknowledged as such); an answer "gap", a ps in a new life, or buckets that moved, lead back to rule 1 with the same
-   lease.
+   acknowledged as such); an answer "gap", a ps in a new life, or partitions that moved, lead back to rule 1 with the
+   same lease.
 4. **Done last.** "done" goes to the master only when every ps of the map has acknowledged up to the shard's end, and
    names the lives (incarnations) of those ps. "fenced" or "closed" ends a lease: it is dropped and given back.
 
 **Kept work.** Opening a lease again does not void what was computed or is being computed: gradients are of samples,
 not of the map they were routed by. Once all have opened, the batches in hand (computed and unacknowledged, or handed
-out) are walked in order from the lowest watermark on: while the next one begins where that is and no bucket stands
-inside its range, it is kept, for the buckets that stand at its beginning. The first that does not fit ends this, and
-the rest is computed again. So a bucket that moves with its watermarks costs no computation; one that fell back to an
-older image costs just what it lacks.
+out) are walked in order from the lowest watermark on: while the next one begins where that is and no partition stands
+inside its range, it is kept, for the partitions that stand at its beginning. The first that does not fit ends this, and
+the rest is computed again. So a partition that moves with its watermarks costs no computation; one that fell back to an
+older snapshot costs just what it lacks.
 
 One lease goes through::
 
@@ -38,7 +38,7 @@ Every input returns a list of actions for the driver. The driver owns sockets, t
           -> done_answered -> AskShard ... -> answered(EndOfData) -> Finished
 
 * ``next_work`` hands out batches in order; compute them in that order and call ``step`` with those that one optimizer
-  step consumes (also with those that turn out stale, see ``current``). They may be of several shards: a bucket takes
+  step consumes (also with those that turn out stale, see ``current``). They may be of several shards: a partition takes
   the step whole or not at all. Until then they are *held back*: ``hold_back`` says that the script is through with
   one. Each request for a shard names the leases of which nothing else is left (``pending``). When that is so of all
   shards that are not done, it counts as the end of the data.
@@ -66,16 +66,17 @@ from everstep.net.messages import Opened, Pushed
 
 
 class RangeWork(msgspec.Struct, frozen=True):
-    """Is the samples ``[lo, hi)`` of ``lease.shard`` to compute once and push to ``buckets``.
+    """Is the samples ``[lo, hi)`` of ``lease.shard`` to compute once and push to ``partitions``.
 
-    ``buckets``: by ps slot the bitmap for ``Push.buckets`` (little-endian bits; b"" = all buckets of that ps); a ps
-    that is not in it has applied these samples already and gets nothing. ``retried``: somebody computed them before.
+    ``partitions``: by ps slot the bitmap for ``Push.partitions`` (little-endian bits; b"" = all partitions of that ps);
+    a ps that is not in it has applied these samples already and gets nothing. ``retried``: somebody computed them
+    before.
     """
 
     lease: Lease
     lo: int
     hi: int
-    buckets: dict[Slot, bytes]
+    partitions: dict[Slot, bytes]
     life: int  # of the lease when it was handed out; it grows with each reopening
     retried: bool = False
 
@@ -90,14 +91,14 @@ class RangeWork(msgspec.Struct, frozen=True):
             later.lease.no == self.lease.no
             and later.life == self.life
             and later.lo == self.hi
-            and later.buckets == self.buckets
+            and later.partitions == self.partitions
         )
 
     def join(self, later: RangeWork) -> RangeWork:
         """Return one work of both. Raises ValueError if they do not join."""
         if not self.joins(later):
             raise ValueError(f"{self!r} and {later!r} cannot be pushed together")
-        return RangeWork(self.lease, self.lo, later.hi, self.buckets, self.life, self.retried or later.retried)
+        return RangeWork(self.lease, self.lo, later.hi, self.partitions, self.life, self.retried or later.retried)
 
 
 # ---------------------------------------------------------------- actions
@@ -131,7 +132,7 @@ class SendOpen(WorkerAction, frozen=True, gc=False):
 
 
 class SendPush(WorkerAction, frozen=True):
-    """Send the gradients of ``work`` to ``ps`` with ``token`` and ``Push.buckets = bitmap``; answer to ``pushed``.
+    """Send the gradients of ``work`` to ``ps`` with ``token`` and ``Push.partitions = bitmap``; answer to ``pushed``.
 
     ``skipped``: no gradients, only the watermarks move; ``left_out``: because the script left them out. ``more``: what
     the step consumed besides the token's range, in order. ``life``: to be given to ``pushed`` with the answer."""
@@ -200,26 +201,26 @@ class _State(IntEnum):
 
 
 class _Batch:
-    """Is a work handed out. ``buckets``: as in Work, by this map. ``held_back``: the script is through with it."""
+    """Is a work handed out. ``partitions``: as in Work, by this map. ``held_back``: the script is through with it."""
 
-    __slots__ = ("buckets", "held_back", "work")
+    __slots__ = ("held_back", "partitions", "work")
 
     def __init__(self, work: RangeWork) -> None:
-        self.work, self.buckets, self.held_back = work, work.buckets, False
+        self.work, self.partitions, self.held_back = work, work.partitions, False
 
 
 class _Step:
-    """Is a computed step, pushed to ``buckets``; ``waiting``: the ps that have not acknowledged it.
+    """Is a computed step, pushed to ``partitions``; ``waiting``: the ps that have not acknowledged it.
 
     ``wholes``: what it consumed of each lease, as one work each. ``spans``: the same in order, with what was learnt of;
     adjacent ones are one. ``left_out``: nothing was, by the script's own doing."""
 
-    __slots__ = ("buckets", "left_out", "spans", "waiting", "wholes")
+    __slots__ = ("left_out", "partitions", "spans", "waiting", "wholes")
 
     def __init__(
-        self, wholes: tuple[RangeWork, ...], spans: tuple[Span, ...], buckets: dict[Slot, bytes], left_out: bool
+        self, wholes: tuple[RangeWork, ...], spans: tuple[Span, ...], partitions: dict[Slot, bytes], left_out: bool
     ) -> None:
-        self.wholes, self.spans, self.buckets, self.left_out = wholes, spans, buckets, left_out
+        self.wholes, self.spans, self.partitions, self.left_out = wholes, spans, partitions, left_out
         self.waiting: dict[Slot, Token] = {}
 
     @property
@@ -301,8 +302,8 @@ class WorkerProtocol:
         self._ended = self._finished = False
         self._leaving = ""  # why
         self._route = -1
-        self._lacking = False  # some bucket's owner is not up
-        self._buckets = 0
+        self._lacking = False  # some partition's owner is not up
+        self._partitions = 0
         self._owned: dict[Slot, tuple[int, ...]] = {}
         self._servers: dict[Slot, Incarnation] = {}
         self._held: dict[LeaseNo, _HeldLease] = {}  # in the order in which they are worked on
@@ -402,18 +403,18 @@ class WorkerProtocol:
         return self._more()
 
     def placement(self, placement: Placement) -> list[WorkerAction]:
-        """Take in the map. A new routing (a ps in a new life, or with other buckets) reopens all that is in hand; one
-        that differs in mirrors only, or is older, changes nothing."""
+        """Take in the map. A new routing (a ps in a new life, or with other partitions) reopens all that is in hand;
+        one that differs in mirrors only, or is older, changes nothing."""
         if placement.route <= self._route:
             return []
         servers = {s.slot: s.incarnation for s in placement.servers}
         owned: dict[Slot, list[int]] = {s: [] for s in servers}
-        for bucket, slot in enumerate(placement.owner):
-            owned.setdefault(slot, []).append(bucket)
+        for partition, slot in enumerate(placement.owner):
+            owned.setdefault(slot, []).append(partition)
         self._owned = {s: tuple(b) for s, b in owned.items() if b}
         self._servers = {s: i for s, i in servers.items() if s in self._owned}
         self._lacking = len(self._servers) < len(self._owned)
-        self._route, self._buckets = placement.route, placement.buckets
+        self._route, self._partitions = placement.route, placement.partitions
         out: list[WorkerAction] = []
         for held in self._held.values():
             if held.state is not _State.REPORTED:
@@ -536,15 +537,15 @@ class WorkerProtocol:
     # ------------------------------------------------------------ inputs: the ps
 
     def opened(
-        self, ps: Slot, lease: LeaseNo, incarnation: Incarnation, buckets: Sequence[int], watermarks: Sequence[int]
+        self, ps: Slot, lease: LeaseNo, incarnation: Incarnation, partitions: Sequence[int], watermarks: Sequence[int]
     ) -> list[WorkerAction]:
-        """Take in that a ps opened the shard. ``buckets`` ascending and, aligned with them, their ``watermarks``."""
+        """Take in that a ps opened the shard. ``partitions`` ascending and, aligned with them, their ``watermarks``."""
         held = self._held.get(lease)
         if held is None or held.state is not _State.OPENING or self._servers.get(ps) != incarnation:
             return []
-        if tuple(buckets) != self._owned[ps]:  # it moves buckets: a new map, or a repeated open, is on its way
+        if tuple(partitions) != self._owned[ps]:  # it moves partitions: a new map, or a repeated open, is on its way
             return []
-        held.opened[ps] = (incarnation, buckets, watermarks)
+        held.opened[ps] = (incarnation, partitions, watermarks)
         if len(held.opened) < len(self._servers) or self._lacking:
             return []
         out: list[WorkerAction] = []
@@ -568,7 +569,7 @@ class WorkerProtocol:
         held = self._held.get(token.lease)
         sent = self._sent(held, token) if held is not None else None
         # A late answer from before a reopening may match a token of now (same range, same life of the ps), though the
-        # ps owns other buckets now: it does not count for them.
+        # ps owns other partitions now: it does not count for them.
         if held is None or sent is None or ps not in sent.waiting or life not in (-1, held.life):
             return []
         if sent.waiting[ps].ps_incarnation != token.ps_incarnation:
@@ -621,21 +622,21 @@ class WorkerProtocol:
                     return None  # in order: the shard behind it waits too
                 continue
             if held.ragged:
-                lo, end, buckets = held.ragged[-1]
+                lo, end, partitions = held.ragged[-1]
                 hi = min(end, lo + self.batch_samples)
                 if hi == end:
                     held.ragged.pop()
                 else:
-                    held.ragged[-1] = (hi, end, buckets)
+                    held.ragged[-1] = (hi, end, partitions)
             elif held.position < held.lease.stop:
                 lo = held.position
                 held.position = hi = min(held.lease.stop, lo + self.batch_samples)
-                buckets = held.everyone
+                partitions = held.everyone
             else:
                 continue
             retried = lo < held.furthest
             self.retried += retried
-            work = RangeWork(held.lease, lo, hi, buckets, held.life, retried)
+            work = RangeWork(held.lease, lo, hi, partitions, held.life, retried)
             held.handed.append(_Batch(work))
             return work
         return None
@@ -650,23 +651,23 @@ class WorkerProtocol:
         held = self._held.get(work.lease.no)
         if held is None or held.state is not _State.ACTIVE or not held.handed or held.handed[-1].work != work:
             return False
-        buckets = held.handed.pop().buckets
+        partitions = held.handed.pop().partitions
         self.retried -= work.retried
-        if held.position == work.hi and buckets == held.everyone and not held.ragged:
+        if held.position == work.hi and partitions == held.everyone and not held.ragged:
             held.position = work.lo
-        elif held.ragged and held.ragged[-1][0] == work.hi and held.ragged[-1][2] == buckets:
-            held.ragged[-1] = (work.lo, held.ragged[-1][1], buckets)
+        elif held.ragged and held.ragged[-1][0] == work.hi and held.ragged[-1][2] == partitions:
+            held.ragged[-1] = (work.lo, held.ragged[-1][1], partitions)
         else:
-            held.ragged.append((work.lo, work.hi, buckets))
+            held.ragged.append((work.lo, work.hi, partitions))
         return True
 
     def alike(self, works: Sequence[RangeWork]) -> bool:
-        """Whether all of ``works`` are still wanted, and by the same buckets: then one step can consume them."""
+        """Whether all of ``works`` are still wanted, and by the same partitions: then one step can consume them."""
         found = []
         for work in works:
             held = self._held.get(work.lease.no)
             found.append(next((b for b in held.handed if b.work == work), None) if held is not None else None)
-        return all(b is not None and found[0] is not None and b.buckets == found[0].buckets for b in found)
+        return all(b is not None and found[0] is not None and b.partitions == found[0].partitions for b in found)
 
     def split(self, work: RangeWork, at: int) -> tuple[RangeWork, RangeWork] | None:
         """Return two works of one that is handed out, cut at ``at``; None: it is not wanted any more."""
@@ -676,7 +677,7 @@ class WorkerProtocol:
                 first, rest = msgspec.structs.replace(work, hi=at), msgspec.structs.replace(work, lo=at)
                 pair = _Batch(first), _Batch(rest)
                 for half in pair:
-                    half.buckets = batch.buckets
+                    half.partitions = batch.partitions
                 held.handed[i : i + 1] = pair
                 return first, rest
         return None
@@ -713,13 +714,13 @@ class WorkerProtocol:
         if step.shared and any(held.state is not _State.ACTIVE for held in helds):
             fits = False
         if not fits:
-            # Handed out before a reopening that kept only some of it: no bucket takes the sum.
+            # Handed out before a reopening that kept only some of it: no partition takes the sum.
             out: list[WorkerAction] = [Settled(step.work, False, step.wholes[1:])]
             for held in helds:
                 if held.state is _State.ACTIVE and mine[held.lease.no]:
                     self._open(held, out)
             return out
-        step.buckets = mine[wholes[0].lease.no][0].buckets
+        step.partitions = mine[wholes[0].lease.no][0].partitions
         for held, whole in zip(helds, wholes, strict=True):
             held.furthest = max(held.furthest, whole.hi)
             held.sent[whole.lo, whole.hi] = step
@@ -749,9 +750,9 @@ class WorkerProtocol:
         return mine
 
     def _fit(self, wholes: Sequence[RangeWork], mine: dict[LeaseNo, list[_Batch]]) -> bool:
-        """Return whether all of a step is wanted still, by the same buckets."""
+        """Return whether all of a step is wanted still, by the same partitions."""
         batches = [b for found in mine.values() for b in found]
-        if not all(mine.values()) or any(b.buckets != batches[0].buckets for b in batches):
+        if not all(mine.values()) or any(b.partitions != batches[0].partitions for b in batches):
             return False
         return all(
             found[0].work.lo == whole.lo
@@ -780,8 +781,8 @@ class WorkerProtocol:
         )
 
     def _dissolve(self, step: _Step, out: list[WorkerAction]) -> None:
-        """Give up a step of several leases: buckets differ in what they have of them. Each lease is opened again, and
-        what its buckets lack is computed anew."""
+        """Give up a step of several leases: partitions differ in what they have of them. Each lease is opened again,
+        and what its partitions lack is computed anew."""
         self._unacknowledged -= 1
         out.append(Settled(step.work, False, step.wholes[1:]))
         helds = [self._held[whole.lease.no] for whole in step.wholes if whole.lease.no in self._held]
@@ -795,9 +796,9 @@ class WorkerProtocol:
         return Token(work.lease.shard, work.lo, work.hi, work.lease.no, ps_incarnation, self.worker, self.incarnation)
 
     def _send(self, step: _Step) -> list[WorkerAction]:
-        """Push a computed step to all its buckets."""
+        """Push a computed step to all its partitions."""
         held = self._held[step.work.lease.no]
-        step.waiting = {ps: self._token(step.work, held.opened[ps][0]) for ps in step.buckets}
+        step.waiting = {ps: self._token(step.work, held.opened[ps][0]) for ps in step.partitions}
         return [self._push(held, step, ps) for ps in step.waiting]
 
     def _push(self, held: _HeldLease, step: _Step, ps: Slot) -> SendPush:
@@ -807,7 +808,7 @@ class WorkerProtocol:
             token = msgspec.structs.replace(token, lo=first.lo, hi=first.hi)
         skipped, nothing = not first.learnt, not any(span.learnt for span in step.spans)
         left_out = skipped and (step.left_out or not nothing)
-        return SendPush(ps, step.work, token, step.buckets[ps], skipped, self._life(step), left_out, tuple(more))
+        return SendPush(ps, step.work, token, step.partitions[ps], skipped, self._life(step), left_out, tuple(more))
 
     def _life(self, step: _Step) -> int:
         return self._held[step.work.lease.no].life
@@ -854,7 +855,7 @@ class WorkerProtocol:
             self._dissolve(step, out)
 
     def _reconcile(self, held: _HeldLease) -> None:
-        """Turn the watermarks of all buckets into ragged intervals and a common position."""
+        """Turn the watermarks of all partitions into ragged intervals and a common position."""
         levels = sorted({max(w, held.lease.start) for _, _, marks in held.opened.values() for w in marks})
         held.everyone = dict.fromkeys(held.opened, b"")
         held.position = min(levels[-1], held.lease.stop)
@@ -862,12 +863,12 @@ class WorkerProtocol:
         held.ragged = []
         for lo, hi in pairwise(levels):
             behind: dict[Slot, bytes] = {}
-            for ps, (_, buckets, marks) in held.opened.items():
-                late = [b for b, w in zip(buckets, marks, strict=True) if w <= lo]
-                if len(late) == len(buckets):
+            for ps, (_, partitions, marks) in held.opened.items():
+                late = [b for b, w in zip(partitions, marks, strict=True) if w <= lo]
+                if len(late) == len(partitions):
                     behind[ps] = b""
                 elif late:
-                    behind[ps] = bitmap(late, self._buckets)
+                    behind[ps] = bitmap(late, self._partitions)
             held.ragged.append((lo, hi, behind))
         held.ragged.reverse()
 
@@ -878,9 +879,9 @@ class WorkerProtocol:
         at = lowest = held.ragged[-1][0] if held.ragged else held.position
         for batch in in_hand:
             work = batch.work
-            buckets = self._cut(held, work.lo, work.hi) if work.lo == at else None
-            if buckets is not None:
-                at, batch.buckets = work.hi, buckets
+            partitions = self._cut(held, work.lo, work.hi) if work.lo == at else None
+            if partitions is not None:
+                at, batch.partitions = work.hi, partitions
                 if isinstance(batch, _Step):
                     held.sent[work.lo, work.hi] = batch
                     out += self._send(batch)
@@ -893,21 +894,21 @@ class WorkerProtocol:
                     out.append(Settled(work, work.hi <= lowest))
 
     def _cut(self, held: _HeldLease, lo: int, hi: int) -> dict[Slot, bytes] | None:
-        """Take ``[lo, hi)``, which begins at the next position, out of what is to be handed out; the buckets that need
-        it, or None where some bucket stands inside it."""
+        """Take ``[lo, hi)``, which begins at the next position, out of what is to be handed out; the partitions that
+        need it, or None where some partition stands inside it."""
         if not held.ragged:
             if hi > held.lease.stop:
                 return None
             held.position = hi
             return held.everyone
-        _, end, buckets = held.ragged[-1]
+        _, end, partitions = held.ragged[-1]
         if hi > end:
             return None
         if hi == end:
             held.ragged.pop()
         else:
-            held.ragged[-1] = (hi, end, buckets)
-        return buckets
+            held.ragged[-1] = (hi, end, partitions)
+        return partitions
 
     def _report(self, held: _HeldLease, out: list[WorkerAction]) -> None:
         """Say "done" if nothing of this shard is left to hand out, to compute or to acknowledge."""
@@ -958,20 +959,20 @@ def wholes_of(works: Iterable[RangeWork]) -> list[RangeWork]:
     return list(wholes.values())
 
 
-def bitmap(buckets: Iterable[int], n_buckets: int) -> bytes:
-    """Return ``Push.buckets`` for these partitions: little-endian bits, bit b = partition b."""
+def bitmap(partitions: Iterable[int], n_partitions: int) -> bytes:
+    """Return ``Push.partitions`` for these partitions: little-endian bits, bit b = partition b."""
     bits = 0
-    for b in buckets:
+    for b in partitions:
         bits |= 1 << b
-    return bits.to_bytes((n_buckets + 7) // 8, "little")
+    return bits.to_bytes((n_partitions + 7) // 8, "little")
 
 
 def watermarks_of(message: Opened) -> tuple[list[int], list[int]]:
-    """Return the buckets and watermarks inside an ``Opened``, for ``WorkerProtocol.opened``."""
-    buckets, marks = array("i"), array("q")
-    buckets.frombytes(message.buckets)
+    """Return the partitions and watermarks inside an ``Opened``, for ``WorkerProtocol.opened``."""
+    partitions, marks = array("i"), array("q")
+    partitions.frombytes(message.partitions)
     marks.frombytes(message.watermarks)
-    return buckets.tolist(), marks.tolist()
+    return partitions.tolist(), marks.tolist()
 
 
 def shards_held(protocol: WorkerProtocol) -> tuple[ShardKey, ...]:

@@ -136,19 +136,19 @@ class TwinMirror:
     ) -> None:
         self.layouts = dict(layouts)
         self.dense: dict[int, TableSpec] = {spec.id: spec for spec in dense}
-        self.members = {bucket: _TwinMember(weight(row, i)) for i, bucket in enumerate(members)}
+        self.members = {partition: _TwinMember(weight(row, i)) for i, partition in enumerate(members)}
         self.pages: Pages = {}
 
     def __repr__(self) -> str:
         return f"<TwinMirror of {list(self.members)}, {len(self.pages)} pages>"
 
     def state(self) -> list[tuple[int, int, bool]]:
-        return [(bucket, m.seq, m.stage == "complete") for bucket, m in self.members.items()]
+        return [(partition, m.seq, m.stage == "complete") for partition, m in self.members.items()]
 
     def apply(self, data: bytes) -> int:
         """Do as ``Store.mirror_apply`` does."""
         blob = parse(data, lambda table: self.layouts[table][2])
-        member = self.members.get(blob.bucket)
+        member = self.members.get(blob.partition)
         if member is None:
             return NOT_MEMBER
         if blob.kind is BlobKind.CHANGE:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from everstep.model.table import InitKind, InitSpec, OptimizerKind, Rate, TableSpec, difference
 from everstep.native import Full, PushPart, StoreStats, check_options, check_spec
 from everstep.native.blob import MOST_SLOTS, Blob, BlobKind, BlobMarks, BlobPart, build, check_seal, parse_marks
-from everstep.native.ledger import PushLedger, PushResult, SpanTuple, bitmap_buckets, by_shard
+from everstep.native.ledger import PushLedger, PushResult, SpanTuple, bitmap_partitions, by_shard
 from everstep.native.ledger import mix64 as mix64_int
 from everstep.native.row_update import first_state, update
 
@@ -42,9 +42,9 @@ def key_hash(keys: I64, table: int) -> U64:
     return mix64(np.asarray(keys, np.int64).view(np.uint64) ^ np.uint64(mix64_int(table + 1)))
 
 
-def bucket_of(keys: I64, table: int, n_buckets: int) -> NDArray[np.int32]:
-    """Return the partition of each key: the high half of its hash, scaled to ``n_buckets``."""
-    return (((key_hash(keys, table) >> np.uint64(32)) * np.uint64(n_buckets)) >> np.uint64(32)).astype(np.int32)
+def partition_of(keys: I64, table: int, n_partitions: int) -> NDArray[np.int32]:
+    """Return the partition of each key: the high half of its hash, scaled to ``n_partitions``."""
+    return (((key_hash(keys, table) >> np.uint64(32)) * np.uint64(n_partitions)) >> np.uint64(32)).astype(np.int32)
 
 
 def first_values(seed: int, table: int, key: int, dim: int, init: InitSpec) -> F32:
@@ -226,19 +226,19 @@ class TwinRows:
             held = [(i, r) for i, r in enumerate(self.slots[page * n : (page + 1) * n]) if r is not None]
             if not held:
                 continue
-            image = np.zeros(layout.page_bytes, np.uint8)
+            snapshot = np.zeros(layout.page_bytes, np.uint8)
             for i, row in held:
-                image[i >> 3] |= 1 << (i & 7)
-                image[layout.keys_at + 8 * i :][:8] = np.frombuffer(np.int64(row.key).tobytes(), np.uint8)
+                snapshot[i >> 3] |= 1 << (i & 7)
+                snapshot[layout.keys_at + 8 * i :][:8] = np.frombuffer(np.int64(row.key).tobytes(), np.uint8)
                 at = layout.head_bytes + i * layout.record_bytes
-                image[at : at + layout.record_bytes] = np.frombuffer(row.record(), np.uint8)
-            out[page] = image.tobytes()
+                snapshot[at : at + layout.record_bytes] = np.frombuffer(row.record(), np.uint8)
+            out[page] = snapshot.tobytes()
         return out
 
-    def adopt(self, pages: dict[int, NDArray[np.uint8]], bucket: int, n_buckets: int) -> None:
-        """Take pages of an image; this is empty. ValueError: no store has made them."""
+    def adopt(self, pages: dict[int, NDArray[np.uint8]], partition: int, n_partitions: int) -> None:
+        """Take pages of a snapshot; this is empty. ValueError: no store has made them."""
         layout, n = self.layout, 1 << self.layout.page_bits
-        where = f"table {self.table} of bucket {bucket}: "
+        where = f"table {self.table} of bucket {partition}: "
         found: dict[int, _Row] = {}
         for number, page in sorted(pages.items()):
             used = np.unpackbits(page[: n // 8], bitorder="little").astype(bool)
@@ -250,7 +250,7 @@ class TwinRows:
                     if keys[i] or records[i].any():
                         raise ValueError(f"{where}a slot that is not used is not zero")
                     continue
-                if bucket_of(keys[i : i + 1], self.salted, n_buckets)[0] != bucket:
+                if partition_of(keys[i : i + 1], self.salted, n_partitions)[0] != partition:
                     raise ValueError(f"{where}key {keys[i]} belongs to another bucket")
                 words, dim, state = records[i].tobytes(), 4 * layout.dim, 4 * layout.state
                 found[number * n + i] = _Row(
@@ -272,12 +272,13 @@ class TwinRows:
 
     @property
     def salted(self) -> int:
-        """Return the table whose hash says the bucket of a key: candidates lie with the rows that they may become."""
+        """Return the table whose hash says the partition of a key: candidates lie with the rows that they may
+        become."""
         return self.spec.id
 
 
 @dataclass
-class _Bucket:
+class _Partition:
     """Holds what a partition has beside its part of the ledger."""
 
     seq: int = 0
@@ -295,25 +296,25 @@ _Touched = tuple[TwinRows, int, int | None, bytes, bytes]
 class TwinStore:
     """Is ``everstep.native.Store`` in Python: same methods, same answers, same bits. Not thread-safe."""
 
-    def __init__(self, n_buckets: int, seed: int) -> None:
-        self.n_buckets = n_buckets
+    def __init__(self, n_partitions: int, seed: int) -> None:
+        self.n_partitions = n_partitions
         self.seed = seed & _MASK
-        self.ledger = PushLedger(n_buckets, ())
+        self.ledger = PushLedger(n_partitions, ())
         self.outbox: list[bytes] = []
         self._specs: dict[int, TableSpec] = {}
-        self._held = {b: _Bucket() for b in range(n_buckets)}
-        self._incoming: dict[int, dict[int, dict[int, NDArray[np.uint8]]]] = {}  # pages by bucket, table and number
+        self._held = {b: _Partition() for b in range(n_partitions)}
+        self._incoming: dict[int, dict[int, dict[int, NDArray[np.uint8]]]] = {}  # pages by partition, table and number
         self._pushes = self._pulls = 0
         self._limit, self._evict = 0, False
 
     def __repr__(self) -> str:
         return f"<TwinStore {self.ledger!r} tables={len(self._specs)}>"
 
-    def own(self, buckets: Sequence[int]) -> None:
-        self.ledger.own(buckets)
+    def own(self, partitions: Sequence[int]) -> None:
+        self.ledger.own(partitions)
 
     def owned(self) -> list[int]:
-        return list(self.ledger.buckets)
+        return list(self.ledger.partitions)
 
     def declare(self, spec: TableSpec) -> bool:
         check_spec(spec)
@@ -333,19 +334,19 @@ class TwinStore:
 
     def _change(
         self,
-        bucket: int,
+        partition: int,
         shards: Sequence[tuple[int, int, int]] = (),
         touched: Sequence[_Touched] = (),
         initialised: Sequence[int] = (),
         fingerprint: int | None = None,
     ) -> None:
-        """One change of a bucket that has happened: seq grows, the difference goes to the outbox if protected."""
-        held = self._held[bucket]
+        """One change of a partition that has happened: seq grows, the difference goes to the outbox if protected."""
+        held = self._held[partition]
         held.seq += 1
         if not held.protect:
             return
         if fingerprint is None:
-            fingerprint = self.ledger.buckets[bucket].fingerprint
+            fingerprint = self.ledger.partitions[partition].fingerprint
         marks = BlobMarks(fingerprint, held.clock, list(shards), list(initialised))
         parts = []
         for rows in {id(t[0]): t[0] for t in touched}.values():
@@ -355,11 +356,11 @@ class TwinStore:
             keys = np.array([t[2] for t in of if t[2] is not None], np.int64)
             slots = np.array([t[1] for t in of], np.uint32)
             parts.append(BlobPart(rows.table, slots, toggled, keys, np.array(records, np.uint8)))
-        self.outbox.append(build(Blob(BlobKind.CHANGE, bucket, held.seq, marks, parts)))
+        self.outbox.append(build(Blob(BlobKind.CHANGE, partition, held.seq, marks, parts)))
 
-    def protect(self, buckets: Sequence[int], on: bool) -> None:
-        for b in buckets:
-            if on and b not in self.ledger.buckets:
+    def protect(self, partitions: Sequence[int], on: bool) -> None:
+        for b in partitions:
+            if on and b not in self.ledger.partitions:
                 raise KeyError(f"bucket {b} is not owned here")
             self._held[b].protect = on
 
@@ -368,13 +369,13 @@ class TwinStore:
         out, self.outbox = self.outbox, []
         return out
 
-    def _marks(self, bucket: int) -> dict[int, tuple[int, int]]:
-        return {shard: (mark[0], mark[1]) for shard, mark in self.ledger.buckets[bucket].shards.items()}
+    def _marks(self, partition: int) -> dict[int, tuple[int, int]]:
+        return {shard: (mark[0], mark[1]) for shard, mark in self.ledger.partitions[partition].shards.items()}
 
     def open(self, shard: int, start: int, lease: int) -> tuple[NDArray[np.int32], I64] | None:
-        before = {b: self._marks(b).get(shard) for b in self.ledger.buckets}
+        before = {b: self._marks(b).get(shard) for b in self.ledger.partitions}
         found = self.ledger.open(shard, start, lease)
-        for b in self.ledger.buckets:
+        for b in self.ledger.partitions:
             mark = self._marks(b).get(shard)
             if mark is not None and mark != before[b]:
                 self._change(b, [(shard, *mark)])
@@ -384,7 +385,7 @@ class TwinStore:
         return _arrays(self.ledger.watermarks(shard))
 
     def release(self, shards: Sequence[int]) -> None:
-        before = {b: self._marks(b) for b in self.ledger.buckets}
+        before = {b: self._marks(b) for b in self.ledger.partitions}
         self.ledger.release(shards)
         for b, marks in before.items():
             gone = [shard for shard in dict.fromkeys(shards) if shard in marks]
@@ -393,13 +394,13 @@ class TwinStore:
 
     def initialise(self, table: int) -> None:
         self._spec(table)
-        for b in self.ledger.buckets:
+        for b in self.ledger.partitions:
             if table not in self._held[b].initialised:
                 self._held[b].initialised = sorted([*self._held[b].initialised, table])
                 self._change(b, initialised=[table])
 
     def initialised(self) -> list[int]:
-        all_of = [set(self._held[b].initialised) for b in self.ledger.buckets]
+        all_of = [set(self._held[b].initialised) for b in self.ledger.partitions]
         return sorted(set.intersection(*all_of)) if all_of else []
 
     def shards(self) -> list[int]:
@@ -408,37 +409,37 @@ class TwinStore:
     def fingerprints(self) -> U64:
         return np.array(self.ledger.fingerprints(), np.uint64)
 
-    # ------------------------------------------------------------ whole buckets
+    # ------------------------------------------------------------ whole partitions
 
-    def marks(self, bucket: int) -> bytes:
-        ledger, held = self.ledger.buckets[bucket], self._held[bucket]
-        shards = [(shard, *mark) for shard, mark in sorted(self._marks(bucket).items())]
+    def marks(self, partition: int) -> bytes:
+        ledger, held = self.ledger.partitions[partition], self._held[partition]
+        shards = [(shard, *mark) for shard, mark in sorted(self._marks(partition).items())]
         marks = BlobMarks(ledger.fingerprint, held.clock, shards, held.initialised)
-        return build(Blob(BlobKind.MARKS, bucket, held.seq, marks))
+        return build(Blob(BlobKind.MARKS, partition, held.seq, marks))
 
-    def seq(self, bucket: int) -> int:
-        return self._held[bucket].seq
+    def seq(self, partition: int) -> int:
+        return self._held[partition].seq
 
-    def rows(self, bucket: int, table: int) -> TwinRows:
-        return self._held[bucket].rows[table]
+    def rows(self, partition: int, table: int) -> TwinRows:
+        return self._held[partition].rows[table]
 
-    def bucket_rows(self, bucket: int) -> dict[int, int]:
-        return {table: len(rows.index) for table, rows in self._held[bucket].rows.items()}
+    def partition_rows(self, partition: int) -> dict[int, int]:
+        return {table: len(rows.index) for table, rows in self._held[partition].rows.items()}
 
-    def drop(self, bucket: int) -> None:
-        self.ledger.buckets.pop(bucket, None)
-        self._incoming.pop(bucket, None)
-        rows = {table: r.empty() for table, r in self._held[bucket].rows.items()}
-        self._held[bucket] = _Bucket(rows=rows)
+    def drop(self, partition: int) -> None:
+        self.ledger.partitions.pop(partition, None)
+        self._incoming.pop(partition, None)
+        rows = {table: r.empty() for table, r in self._held[partition].rows.items()}
+        self._held[partition] = _Partition(rows=rows)
 
-    def load_begin(self, bucket: int) -> None:
-        if bucket in self.ledger.buckets:
-            raise ValueError(f"bucket {bucket} is here already: drop it first")
-        self.drop(bucket)
-        self._incoming[bucket] = {}
+    def load_begin(self, partition: int) -> None:
+        if partition in self.ledger.partitions:
+            raise ValueError(f"bucket {partition} is here already: drop it first")
+        self.drop(partition)
+        self._incoming[partition] = {}
 
-    def load_pages(self, bucket: int, table: int, page_nos: Sequence[int], pages: NDArray[np.uint8]) -> None:
-        layout = self._held[bucket].rows[table].layout if table in self._held[bucket].rows else None
+    def load_pages(self, partition: int, table: int, page_nos: Sequence[int], pages: NDArray[np.uint8]) -> None:
+        layout = self._held[partition].rows[table].layout if table in self._held[partition].rows else None
         if layout is None:
             raise ValueError(f"table {table} was not declared")
         if pages.size != len(page_nos) * layout.page_bytes:
@@ -446,44 +447,44 @@ class TwinStore:
         for number in page_nos:
             if not 0 <= number < 1 << 24 or (number + 1) << layout.page_bits > MOST_SLOTS:
                 raise ValueError(f"page {number} of table {table} cannot be")
-        if bucket not in self._incoming:
-            raise ValueError(f"bucket {bucket} is not being loaded")
-        of_table = self._incoming[bucket].setdefault(table, {})
+        if partition not in self._incoming:
+            raise ValueError(f"bucket {partition} is not being loaded")
+        of_table = self._incoming[partition].setdefault(table, {})
         of_table.update(zip(page_nos, pages.reshape(len(page_nos), -1).copy(), strict=True))
 
-    def load_end(self, bucket: int, marks: bytes) -> None:
-        if bucket not in self._incoming:
-            raise ValueError(f"bucket {bucket} is not being loaded")
-        incoming = self._incoming.pop(bucket)
+    def load_end(self, partition: int, marks: bytes) -> None:
+        if partition not in self._incoming:
+            raise ValueError(f"bucket {partition} is not being loaded")
+        incoming = self._incoming.pop(partition)
         check_seal(marks)
         blob = parse_marks(marks)
-        if blob.bucket != bucket:
-            raise ValueError(f"these are not the marks of bucket {bucket}")
-        held = self._held[bucket]
+        if blob.partition != partition:
+            raise ValueError(f"these are not the marks of bucket {partition}")
+        held = self._held[partition]
         try:
             for table, pages in incoming.items():
-                held.rows[table].adopt(pages, bucket, self.n_buckets)
+                held.rows[table].adopt(pages, partition, self.n_partitions)
         except ValueError:
-            self.drop(bucket)
+            self.drop(partition)
             raise
-        self.ledger.own([bucket])
-        ledger = self.ledger.buckets[bucket]
+        self.ledger.own([partition])
+        ledger = self.ledger.partitions[partition]
         ledger.fingerprint = blob.marks.fingerprint
         ledger.shards = {shard: [watermark, fence] for shard, watermark, fence in blob.marks.shards}
         held.seq, held.clock = blob.seq, blob.marks.clock
         held.initialised = sorted(set(blob.marks.initialised))
 
-    def digest(self, bucket: int, by_key: bool = False) -> bytes:
+    def digest(self, partition: int, by_key: bool = False) -> bytes:
         """Return a digest as the native one does: sums over hashed items, so that their order does not matter."""
         items: list[list[int]] = []
-        for table, rows in self._held[bucket].rows.items():
+        for table, rows in self._held[partition].rows.items():
             for slot, row in rows.used():
                 words = np.frombuffer(row.record(), np.uint32).tolist()
                 items.append([1, table, 0 if by_key else slot, row.key & _MASK, *words])
-        for shard, (watermark, fence) in self._marks(bucket).items():
+        for shard, (watermark, fence) in self._marks(partition).items():
             items.append([2, shard, watermark, 0 if by_key else fence])
-        held = self._held[bucket]
-        items.append([3, 0 if by_key else held.seq, self.ledger.buckets[bucket].fingerprint, held.clock])
+        held = self._held[partition]
+        items.append([3, 0 if by_key else held.seq, self.ledger.partitions[partition].fingerprint, held.clock])
         items += [[4, table] for table in held.initialised]
         a = b = 0
         for words in items:
@@ -493,8 +494,8 @@ class TwinStore:
             b += mix64_int((item + mix64_int(_GOLDEN)) & _MASK)
         return (a & _MASK).to_bytes(8, "little") + (b & _MASK).to_bytes(8, "little")
 
-    def content_digest(self, bucket: int) -> bytes:
-        return self.digest(bucket, by_key=True)
+    def content_digest(self, partition: int) -> bytes:
+        return self.digest(partition, by_key=True)
 
     # ------------------------------------------------------------ rows
 
@@ -510,12 +511,12 @@ class TwinStore:
         spec = self._spec(table)
         return spec.optimizer.state_floats(spec.dim)
 
-    def _buckets(self, table: int, keys: I64) -> list[int]:
-        buckets: list[int] = bucket_of(keys, table, self.n_buckets).tolist()
-        for b in buckets:
-            if b not in self.ledger.buckets:
+    def _partitions(self, table: int, keys: I64) -> list[int]:
+        partitions: list[int] = partition_of(keys, table, self.n_partitions).tolist()
+        for b in partitions:
+            if b not in self.ledger.partitions:
                 raise KeyError(f"bucket {b} is not owned here")
-        return buckets
+        return partitions
 
     def _new_row(self, spec: TableSpec, key: int, values: F32 | None = None) -> _Row:
         if values is None:
@@ -532,7 +533,7 @@ class TwinStore:
         if out.shape != (len(keys), spec.dim):
             raise ValueError("out must be [keys, dim of the table]")
         self._pulls += 1
-        for i, (b, key) in enumerate(zip(self._buckets(table, keys), keys.tolist(), strict=True)):
+        for i, (b, key) in enumerate(zip(self._partitions(table, keys), keys.tolist(), strict=True)):
             row = self._held[b].rows[table].row(key)
             out[i] = row.values if row else first_values(self.seed, table, key, spec.dim, spec.init)
 
@@ -543,7 +544,7 @@ class TwinStore:
         if not np.isfinite(values).all():
             raise ValueError("initial rows hold NaN or Inf")
         made = 0
-        numbered = enumerate(zip(self._buckets(table, keys), keys.tolist(), strict=True))
+        numbered = enumerate(zip(self._partitions(table, keys), keys.tolist(), strict=True))
         for b, run in groupby(numbered, lambda item: item[1][0]):
             rows = self._held[b].rows[table]
             touched: list[_Touched] = []
@@ -568,7 +569,7 @@ class TwinStore:
         if not np.isfinite(values).all():
             raise ValueError("assigned rows hold NaN or Inf")
         replaced = 0
-        numbered = enumerate(zip(self._buckets(table, keys), keys.tolist(), strict=True))
+        numbered = enumerate(zip(self._partitions(table, keys), keys.tolist(), strict=True))
         for b, run in groupby(numbered, lambda item: item[1][0]):
             rows = self._held[b].rows[table]
             touched: list[_Touched] = []
@@ -586,7 +587,7 @@ class TwinStore:
 
     def locate(self, table: int, keys: I64, slots: I64) -> None:
         self._spec(table)
-        for i, (b, key) in enumerate(zip(self._buckets(table, keys), keys.tolist(), strict=True)):
+        for i, (b, key) in enumerate(zip(self._partitions(table, keys), keys.tolist(), strict=True)):
             slots[i] = self._held[b].rows[table].index.get(key, -1)
 
     def push(
@@ -595,16 +596,16 @@ class TwinStore:
         lo: int,
         hi: int,
         lease: int,
-        buckets: bytes,
+        partitions: bytes,
         parts: Sequence[PushPart],
         skipped: bool = False,
         now_s: int = 0,
         step: int = -1,
         more: Sequence[SpanTuple] = (),
     ) -> PushResult:
-        if buckets:  # a batch pushed again to the buckets behind has the rows of all
-            parts = [part for part in (self._addressed(part, buckets) for part in parts) if len(part[1])]
-        self.ledger.check_push(shard, lo, hi, lease, buckets)
+        if partitions:  # a batch pushed again to the partitions behind has the rows of all
+            parts = [part for part in (self._addressed(part, partitions) for part in parts) if len(part[1])]
+        self.ledger.check_push(shard, lo, hi, lease, partitions)
         shards = [whole[0] for whole in by_shard(((shard, lo, hi, lease, not skipped), *more))]
         if skipped and not any(span[4] for span in more) and parts:
             raise ValueError("a skipped range has no rows")
@@ -622,7 +623,7 @@ class TwinStore:
             own = spec.optimizer.lr if lr < 0 else lr
             if spec.optimizer.kind is OptimizerKind.FTRL and own == 0:
                 raise ValueError("FTRL needs a learning rate above 0")
-            at = self._buckets(table, keys)
+            at = self._partitions(table, keys)
             if at != sorted(at):
                 raise ValueError("keys are not grouped by ascending bucket")
             work.append((spec, at, keys.tolist(), grads, Rate(own, options)))
@@ -633,9 +634,9 @@ class TwinStore:
             raise ValueError("a key stands twice in one push")
         self._check_room([(spec, at, keys) for spec, at, keys, _, _ in work])
         self._pushes += 1
-        before = {b: [self._marks(b).get(s) for s in shards] for b in self.ledger.buckets}
-        prints = {b: ledger.fingerprint for b, ledger in self.ledger.buckets.items()}
-        done = self.ledger.push(shard, lo, hi, lease, buckets, skipped, more)
+        before = {b: [self._marks(b).get(s) for s in shards] for b in self.ledger.partitions}
+        prints = {b: ledger.fingerprint for b, ledger in self.ledger.partitions.items()}
+        done = self.ledger.push(shard, lo, hi, lease, partitions, skipped, more)
         for b, marks in before.items():
             after = [self._marks(b).get(s) for s in shards]
             if after == marks:
@@ -660,16 +661,16 @@ class TwinStore:
                     self._change(b, [mark], touched)
         return done
 
-    def _addressed(self, part: PushPart, buckets: bytes) -> PushPart:
-        """Return the rows of a part whose buckets are in the bitmap."""
+    def _addressed(self, part: PushPart, partitions: bytes) -> PushPart:
+        """Return the rows of a part whose partitions are in the bitmap."""
         table, keys, grads, *rate = part
-        mask = np.isin(bucket_of(keys, table, self.n_buckets), bitmap_buckets(buckets))
+        mask = np.isin(partition_of(keys, table, self.n_partitions), bitmap_partitions(partitions))
         return cast(PushPart, (table, keys[mask], grads[mask], *rate)) if grads.shape[:1] == keys.shape else part
 
     def _push_rows(
-        self, held: _Bucket, spec: TableSpec, pushed: list[tuple[int, F32]], rate: Rate, now_s: int, step: int
+        self, held: _Partition, spec: TableSpec, pushed: list[tuple[int, F32]], rate: Rate, now_s: int, step: int
     ) -> list[_Touched]:
-        """Return the gradients of one table in one bucket, whose clock has moved on."""
+        """Return the gradients of one table in one partition, whose clock has moved on."""
         rows, waiting = held.rows[spec.id], held.rows.get(spec.candidates_id)
         counted: list[_Touched] = []
         new: set[int] = set()
@@ -722,9 +723,9 @@ class TwinStore:
     def used_bytes(self) -> int:
         return sum(rows.held_bytes for held in self._held.values() for rows in held.rows.values())
 
-    def _growth(self, bucket: int, spec: TableSpec, keys: list[int]) -> list[tuple[TwinRows, int]]:
-        """Return the rows of one bucket, and its candidates, that will be more: by how many."""
-        rows, waiting = self._held[bucket].rows[spec.id], self._held[bucket].rows.get(spec.candidates_id)
+    def _growth(self, partition: int, spec: TableSpec, keys: list[int]) -> list[tuple[TwinRows, int]]:
+        """Return the rows of one partition, and its candidates, that will be more: by how many."""
+        rows, waiting = self._held[partition].rows[spec.id], self._held[partition].rows.get(spec.candidates_id)
         new = [key for key in keys if key not in rows.index]
         if waiting is None:
             return [(rows, len(new))] if new else []
@@ -770,8 +771,8 @@ class TwinStore:
         if touched:
             self._change(b, touched=touched, fingerprint=fingerprint)
 
-    def expire(self, bucket: int, now_s: int, max_slots: int = 65536) -> tuple[int, bool]:
-        held = self._held[bucket]
+    def expire(self, partition: int, now_s: int, max_slots: int = 65536) -> tuple[int, bool]:
+        held = self._held[partition]
         tables = list(held.rows.values())
         freed = 0
         while max_slots:
@@ -788,7 +789,7 @@ class TwinStore:
                 by_time = spec.expire_s and now_s - at >= spec.expire_s
                 if rows.expire_slot <= slot < end and (by_clock or by_time):
                     over.append(slot)
-            self._free(bucket, rows, over)
+            self._free(partition, rows, over)
             freed += len(over)
             if spec.expire_batches or spec.expire_s:
                 max_slots -= end - rows.expire_slot
@@ -801,14 +802,14 @@ class TwinStore:
         return freed, False
 
     def scan(
-        self, table: int, bucket: int, slot: int, limit: int, state: bool = False
+        self, table: int, partition: int, slot: int, limit: int, state: bool = False
     ) -> tuple[I64, F32, F32 | None, int]:
         spec = self._spec(table)
-        if not 0 <= bucket < self.n_buckets or slot < 0 or limit < 1:
+        if not 0 <= partition < self.n_partitions or slot < 0 or limit < 1:
             raise ValueError("no such bucket or slot, or the limit is not positive")
-        if bucket not in self.ledger.buckets:
-            raise KeyError(f"bucket {bucket} is not owned here")
-        rows = [(s, row) for s, row in self._held[bucket].rows[table].used() if s >= slot]
+        if partition not in self.ledger.partitions:
+            raise KeyError(f"bucket {partition} is not owned here")
+        rows = [(s, row) for s, row in self._held[partition].rows[table].used() if s >= slot]
         found = [row for _, row in rows[:limit]]
         width = spec.optimizer.state_floats(spec.dim)
         keys = np.array([row.key for row in found], np.int64)
@@ -821,7 +822,7 @@ class TwinStore:
 
     def stats(self) -> StoreStats:
         rows = {
-            spec.name: sum(len(self._held[b].rows[spec.id].index) for b in self.ledger.buckets)
+            spec.name: sum(len(self._held[b].rows[spec.id].index) for b in self.ledger.partitions)
             for spec in self._specs.values()
         }
         return StoreStats(rows, 0, self._pushes, self._pulls)
@@ -835,17 +836,17 @@ def _arrays(found: tuple[list[int], list[int]] | None) -> tuple[NDArray[np.int32
 
 
 def unique_route(
-    ids: I64, n_buckets: int, table_id: int, bucket_ps: NDArray[np.int32], n_ps: int = -1
+    ids: I64, n_partitions: int, table_id: int, partition_ps: NDArray[np.int32], n_ps: int = -1
 ) -> tuple[I64, NDArray[np.int32], I64]:
     """Route as the native function does: keys in order of (ps, partition, first appearance), inverse, keys of each
     ps."""
     distinct, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
-    buckets = bucket_of(distinct, table_id, n_buckets)
-    order = np.lexsort((first, buckets, bucket_ps[buckets]))
+    partitions = partition_of(distinct, table_id, n_partitions)
+    order = np.lexsort((first, partitions, partition_ps[partitions]))
     place = np.empty(len(order), np.int32)
     place[order] = np.arange(len(order), dtype=np.int32)
-    n_ps = int(bucket_ps.max()) + 1 if n_ps < 0 else n_ps
-    return distinct[order], place[inverse], np.bincount(bucket_ps[buckets], minlength=n_ps).astype(np.int64)
+    n_ps = int(partition_ps.max()) + 1 if n_ps < 0 else n_ps
+    return distinct[order], place[inverse], np.bincount(partition_ps[partitions], minlength=n_ps).astype(np.int64)
 
 
 def bag_forward(

@@ -24,29 +24,29 @@ class ChiefConcern(Concern):
         }
 
     def _chief_asked(self, e: ChiefAsked, told: Event) -> Out:
-        seat = self.members.current(Role.WORKER, told.slot, told.incarnation)
-        if seat is None:
+        record = self.members.current(Role.WORKER, told.slot, told.incarnation)
+        if record is None:
             return [self.fence_worker(told.slot, told.incarnation)]
         before = self.duty.slot
         yes = self.duty.ask(
-            self.members, seat, self.concerns.training.with_the_end(), self.concerns.training.all_trained()
+            self.members, record, self.concerns.training.with_the_end(), self.concerns.training.all_trained()
         )
         out: Out = [Reply(Yes(yes))]
         if before >= 0 and before != self.duty.slot:
             words = f"worker:{before} is lost, late or about to leave"
-            out.append(Note(str(seat.member.key), Decision("chief", words, {"instead_of": before})))
+            out.append(Note(str(record.member.key), Decision("chief", words, {"instead_of": before})))
         return out
 
     def _once_asked(self, e: OnceAsked, told: Event) -> Out:
-        seat = self.members.current(Role.WORKER, told.slot, told.incarnation)
-        if seat is None:
+        record = self.members.current(Role.WORKER, told.slot, told.incarnation)
+        if record is None:
             return [self.fence_worker(told.slot, told.incarnation)]
         if not e.done:
             if e.key not in self.duty.once and len(self.duty.once) >= ONCE_KEYS:
                 return [Reply(Refused(f"job.once({e.key!r}): the job has {ONCE_KEYS} keys already"))]
-            return [Reply(Yes(self.duty.claim(self.members, e.key, seat)))]
-        self.duty.did(e.key, seat)
-        return [Reply(Yes(True)), Note(str(seat.member.key), Decision("done once", repr(e.key)))]
+            return [Reply(Yes(self.duty.claim(self.members, e.key, record)))]
+        self.duty.did(e.key, record)
+        return [Reply(Yes(True)), Note(str(record.member.key), Decision("done once", repr(e.key)))]
 
     def run_again(self, at: float) -> Out:
         duty, workers = self.duty, self.members.workers

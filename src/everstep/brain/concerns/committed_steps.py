@@ -110,15 +110,15 @@ class CommittedSteps(GroupPart):
         changed = [x for x in books.leavers if x.generation <= generation]
         self.facts.set_leavers([x for x in books.leavers if x.generation > generation])
         for x in changed:
-            seat = self.facts.living(x.slot, x.incarnation)
-            if seat is not None and seat.stopping:
+            record = self.facts.living(x.slot, x.incarnation)
+            if record is not None and record.stopping:
                 why = Decision("stop", f"group {generation} goes on without it")
-                m = seat.member
+                m = record.member
                 out.append(StopProcess(m.node, m.role, m.slot, m.incarnation, STOP_AFTER_S, why))
         if books.group is not None:
             for member in books.group.members:
-                if (seat := self.facts.living(member.slot, member.incarnation)) is not None:
-                    seat.streak = 0
+                if (record := self.facts.living(member.slot, member.incarnation)) is not None:
+                    record.streak = 0
         return out
 
 

@@ -55,13 +55,13 @@ class Concern:
 
     def fence_worker(self, slot: Slot, incarnation: Incarnation) -> Reply:
         """The answer to a process that does not fill the slot of this worker any more."""
-        seat = self.members.workers.get(slot)
-        if seat is None:
+        record = self.members.workers.get(slot)
+        if record is None:
             return Reply(Fenced(f"worker:{slot} is not a member of this job"))
-        return fenced(Role.WORKER, slot, incarnation, seat)
+        return fenced(Role.WORKER, slot, incarnation, record)
 
 
-def fenced(role: Role, slot: Slot, incarnation: Incarnation, seat: SlotRecord) -> Reply:
+def fenced(role: Role, slot: Slot, incarnation: Incarnation, record: SlotRecord) -> Reply:
     """The answer to a process that was replaced in its slot."""
-    now = seat.member
+    now = record.member
     return Reply(Fenced(f"{role}:{slot} #{incarnation} was replaced (the slot is #{now.incarnation}, {now.state})"))

@@ -25,8 +25,8 @@ class DatasetConcern(Concern):
         self.shards.validate()
 
     def _plan_registered(self, e: PlanRegistered, told: Event) -> Out:
-        seat = self.members.current(Role.WORKER, told.slot, told.incarnation)
-        if seat is None:
+        record = self.members.current(Role.WORKER, told.slot, told.incarnation)
+        if record is None:
             return [self.fence_worker(told.slot, told.incarnation)]
         plan, shards = e.plan, self.shards
         known = shards.find(plan.name)
@@ -40,7 +40,7 @@ class DatasetConcern(Concern):
                     )
                     way = "every worker must read the same data, and other data need another name: job.loader(name=)"
                     return [Reply(Refused(f"{error}; {way}"))]
-            self.concerns.training.loop_begins(seat, known, e)
+            self.concerns.training.loop_begins(record, known, e)
             return [Reply(Registered(known.number))]
         if plan.samples <= 0 or plan.shard_samples <= 0:
             return [
@@ -49,7 +49,7 @@ class DatasetConcern(Concern):
         if plan.shards >= 1 << 32 or len(shards.datasets) >= (1 << 10) - 1:
             return [Reply(Refused(f"dataset '{plan.name}': {plan.shards} shards, or too many datasets (1023 a job)"))]
         dataset = shards.register(plan)
-        self.concerns.training.loop_begins(seat, dataset, e)
+        self.concerns.training.loop_begins(record, dataset, e)
         inputs: Inputs = {"samples": plan.samples, "shard_samples": plan.shard_samples}
         why = Decision("dataset registered", f"'{plan.name}': {plan.samples} samples in {plan.shards} shards", inputs)
         return [Reply(Registered(dataset.number)), Note(f"worker:{told.slot}", why)]

@@ -47,8 +47,8 @@ class EndingConcern(Concern):
     def _rest(self) -> Out:
         """Each worker finishes its batch and leaves, if the last checkpoint is to wait for that."""
         why = Decision("stop", "the job ends with a checkpoint, and first the batch in hand is finished")
-        seats = [s for s in self.members.workers.values() if self.rests and s.running and not s.stopping]
-        return [self.concerns.processes.send_away(seat, why) for seat in seats]
+        records = [s for s in self.members.workers.values() if self.rests and s.running and not s.stopping]
+        return [self.concerns.processes.send_away(record, why) for record in records]
 
     def _stop_when_saved(self, at: float) -> Out:
         """Towards the end of a job that was asked to stop with a last checkpoint, committed or given up."""
@@ -68,7 +68,7 @@ class EndingConcern(Concern):
         shards = self.shards
         left = ", ".join(shards.name(key) for key in sorted(shards.came_back)[:3])
         words = f"{len(shards.came_back)} shards came back after every script had ended ({left}, ...)"
-        slot = min(slot for slot, seat in self.members.workers.items() if seat.finished)
+        slot = min(slot for slot, record in self.members.workers.items() if record.finished)
         if self.checkpoints.reruns >= MAX_RERUNS:
             error = f"{words} and the script did not train them when it ran again; everstep resume goes on from here"
             return [self.fail(4, error)]
@@ -86,33 +86,33 @@ class EndingConcern(Concern):
         words: str = "its script had ended, and buckets went back to what is older than its result",
         what: str = "buckets were lost while scripts ended",
     ) -> Out:
-        """Buckets of a group's tables go back to what is older than the state that its scripts end with. Whose script
-        had ended runs it again, once the others have ended too: from them it would copy what does not count."""
+        """Partitions of a group's tables go back to what is older than the state that its scripts end with. Whose
+        script had ended runs it again, once the others have ended too: from them it would copy what does not count."""
         out: Out = []
-        ended = [seat for seat in self.members.workers.values() if seat.finished]
-        for seat in ended:
-            seat.finished, seat.waiting = False, True
+        ended = [record for record in self.members.workers.values() if record.finished]
+        for record in ended:
+            record.finished, record.waiting = False, True
             self.duty.undone()
-            out.append(Note(str(seat.member.key), Decision("not the end", words)))
+            out.append(Note(str(record.member.key), Decision("not the end", words)))
         if ended:
             if self.checkpoints.reruns >= MAX_RERUNS:
                 error = f"the result is lost: {what}, {MAX_RERUNS + 1} times; everstep resume goes on from here"
                 return [*out, self.fail(RESULT_LOST, error)]
             self.checkpoints.not_the_end()
-            for slot, seat in self.members.workers.items():
-                if slot < self.job.workers_wanted and not (seat.running or seat.drained):
-                    seat.waiting = True  # (lost at the end, and not started again: nothing was left to do)
+            for slot, record in self.members.workers.items():
+                if slot < self.job.workers_wanted and not (record.running or record.drained):
+                    record.waiting = True  # (lost at the end, and not started again: nothing was left to do)
         if not self.state.protection.gone:
             out += self.concerns.processes.fill(at)
         return out
 
     def finish_if_all_left(self, at: float) -> Out:
         """The job is done when every script ran to its end and nobody is left who could still train."""
-        seats = self.members.workers.values()
+        records = self.members.workers.values()
         training = self.concerns.training
         if self.checkpoints.stopping and not self.job.over and (training.can_save() or self.checkpoints.stopped):
             return self._stop_when_saved(at)
-        if self.job.over or not any(s.finished for s in seats) or any(s.running for s in seats):
+        if self.job.over or not any(s.finished for s in records) or any(s.running for s in records):
             return []
         if not any(dataset.epochs_known for dataset in self.shards.datasets):
             error = "the script ended without taking a batch from job.steps(...): nothing was trained"

@@ -85,15 +85,15 @@ class Generations(GroupPart):
     def _keep_the_last(self, holders: list[GroupMember]) -> None:
         """Who was to be replaced (by a policy) stays if it has the only state now: its replacement comes only when it
         has gone, and could get the state from nobody."""
-        seats = [self.members.workers[m.slot] for m in holders]
-        if seats and all(seat.stopping and seat.avoid is not None for seat in seats):
-            seats[0].stopping, seats[0].avoid = False, None
+        records = [self.members.workers[m.slot] for m in holders]
+        if records and all(record.stopping and record.avoid is not None for record in records):
+            records[0].stopping, records[0].avoid = False, None
 
     def _awaited(self) -> bool:
         """Whether a process is on its way that could take over the state of those who leave."""
         return any(
-            seat.running and not seat.stopping and not self.facts.has_left(seat) and not self.facts.trains(seat)
-            for seat in self.members.workers.values()
+            record.running and not record.stopping and not self.facts.has_left(record) and not self.facts.trains(record)
+            for record in self.members.workers.values()
         )
 
     def _publish(
@@ -178,8 +178,8 @@ class Generations(GroupPart):
             self.facts.living(slot, life) is not None for slot, life in books.passed.items()
         ):
             return out  # (their scripts are behind the loop with what all had: perhaps the chief's)
-        seats = self.members.workers.values()
-        expected = {s.member.slot for s in seats if s.running and not s.stopping and not self.facts.has_left(s)}
+        records = self.members.workers.values()
+        expected = {s.member.slot for s in records if s.running and not s.stopping and not self.facts.has_left(s)}
         least = job.spec.min_workers
         if books.timing.too_few != (too_few := len(there) < max(1, least)):
             books.timing.too_few, books.timing.due_at = too_few, 0.0
@@ -272,12 +272,12 @@ class Generations(GroupPart):
         out: list[InstructionType] = []
         for slot in sorted(self.books.asked):
             ask = self.books.asked[slot]
-            seat = self.facts.living(slot, ask.incarnation)
+            record = self.facts.living(slot, ask.incarnation)
             behind = ask.leaving is LeaveReason.DONE or self.books.passed.get(slot) == ask.incarnation
-            if seat is None or seat.stopping or behind:
+            if record is None or record.stopping or behind:
                 continue
-            seat.stopping = True
-            m = seat.member
+            record.stopping = True
+            m = record.member
             self.books.dismissed.append([m.slot, m.incarnation])
             why = Decision("stop", "all steps are committed and nobody is left to give it the state")
             out.append(StopProcess(m.node, m.role, m.slot, m.incarnation, STOP_AFTER_S, why))

@@ -92,20 +92,20 @@ class GroupConcern(Concern):
                 f"worker:{slot} #{ask.incarnation} asked and is gone"
             )
 
-    def ended(self, seat: SlotRecord, clean: bool) -> None:
+    def ended(self, record: SlotRecord, clean: bool) -> None:
         """A process is no more. ``clean``: it left by itself, as it was told to."""
-        self._askers.ended(seat, clean)
+        self._askers.ended(record, clean)
 
-    def blame(self, seat: SlotRecord, at: float, reason: str) -> str:
+    def blame(self, record: SlotRecord, at: float, reason: str) -> str:
         """A member was lost: the error if the group gets nowhere, else ""."""
-        return self._stalls.blame(seat, at, reason)
+        return self._stalls.blame(record, at, reason)
 
     def _group_due(self, e: GroupDue, told: Event) -> Out:
         return []  # (the group is settled after every event)
 
     def _replica_written(self, e: ReplicaWritten, told: Event) -> Out:
-        seat = self.members.current(Role.WORKER, told.slot, told.incarnation)
-        if seat is None:
+        record = self.members.current(Role.WORKER, told.slot, told.incarnation)
+        if record is None:
             return [self.fence_worker(told.slot, told.incarnation)]
         if self.job.over:
             return [OK]
@@ -123,42 +123,42 @@ class GroupConcern(Concern):
         return [Reply(Refused(again)) if again else OK, *out]
 
     def _group_asked(self, e: GroupAsked, told: Event) -> Out:
-        seat = self.members.current(Role.WORKER, told.slot, told.incarnation)
-        if seat is None:
+        record = self.members.current(Role.WORKER, told.slot, told.incarnation)
+        if record is None:
             return [self.fence_worker(told.slot, told.incarnation)]
         if self.job.over:
             return [END]
-        if self._askers.over_for(seat, e):
-            self._askers.told_over(seat)
+        if self._askers.over_for(record, e):
+            self._askers.told_over(record)
             return [END]
-        refused = self._askers.asks(seat, e)
+        refused = self._askers.asks(record, e)
         if refused is not None:
             return [Reply(refused)]
         out, home = self.generations.settle(told.at), self._askers.too_late(e)
         out += home
-        if not home and seat.stopping and (not self.groups.trains(seat) or self.groups.left_to_wait(seat)):
-            m, why = seat.member, Decision("stop", "it was asked to leave; its agent may not have heard")
+        if not home and record.stopping and (not self.groups.trains(record) or self.groups.left_to_wait(record)):
+            m, why = record.member, Decision("stop", "it was asked to leave; its agent may not have heard")
             out.append(StopProcess(m.node, m.role, m.slot, m.incarnation, STOP_GRACE_S, why))
         return [self.groups.grouped(e.dataset), *out]
 
     def _group_synced(self, e: GroupSynced, told: Event) -> Out:
-        seat = self.members.current(Role.WORKER, told.slot, told.incarnation)
-        if seat is None:
+        record = self.members.current(Role.WORKER, told.slot, told.incarnation)
+        if record is None:
             return [self.fence_worker(told.slot, told.incarnation)]
         before = self.state.groups.confirmed
-        out: Out = [OK, *self._askers.synced(seat, e.generation)]
+        out: Out = [OK, *self._askers.synced(record, e.generation)]
         if self.state.groups.confirmed != before:
             out += self.generations.settle(told.at)
         return out
 
     def _group_left(self, e: GroupLeft, told: Event) -> Out:
-        seat = self.members.current(Role.WORKER, told.slot, told.incarnation)
-        if seat is None:
+        record = self.members.current(Role.WORKER, told.slot, told.incarnation)
+        if record is None:
             return [self.fence_worker(told.slot, told.incarnation)]
         before = self.groups.last_ones_leave()
-        self._askers.asks_to_leave(seat, e.reason)
-        if e.reason is LeaveReason.DONE and not seat.stopping:
-            self.duty.ended_well(self.members, seat)
+        self._askers.asks_to_leave(record, e.reason)
+        if e.reason is LeaveReason.DONE and not record.stopping:
+            self.duty.ended_well(self.members, record)
         out = self._save_for_leavers(before, told.at)
         out += self.generations.settle(told.at)
         return [self.groups.grouped(0), *out]
@@ -173,15 +173,15 @@ class GroupConcern(Concern):
         return out
 
     def _group_stalled(self, e: GroupStalled, told: Event) -> Out:
-        seat = self.members.current(Role.WORKER, told.slot, told.incarnation)
-        if seat is None:
+        record = self.members.current(Role.WORKER, told.slot, told.incarnation)
+        if record is None:
             return [self.fence_worker(told.slot, told.incarnation)]
         if self.job.over:
             return [OK]
         out: Out = []
         for slot in e.silent:
             silent = self.members.workers.get(slot)
-            if silent is None or silent is seat or not silent.running or not self.groups.trains(silent):
+            if silent is None or silent is record or not silent.running or not self.groups.trains(silent):
                 continue
             m = silent.member
             reason = f"worker:{told.slot} waits for it in step {e.step} for {e.waited_s:.1f} s, and it is not heard"
@@ -207,8 +207,8 @@ class GroupConcern(Concern):
         return [self.groups.grouped(0) if stale else OK, *out]
 
     def _steps_committed(self, e: StepsCommitted, told: Event) -> Out:
-        seat = self.members.current(Role.WORKER, told.slot, told.incarnation)
-        if seat is None:
+        record = self.members.current(Role.WORKER, told.slot, told.incarnation)
+        if record is None:
             return [self.fence_worker(told.slot, told.incarnation)]
         if self.job.over:
             return [OK]

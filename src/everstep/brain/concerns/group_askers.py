@@ -21,9 +21,9 @@ class GroupAskers(GroupPart):
         super().__init__(facts)
         self._generations, self._steps = generations, steps
 
-    def asks(self, seat: SlotRecord, e: GroupAsked) -> Refused | None:
+    def asks(self, record: SlotRecord, e: GroupAsked) -> Refused | None:
         """A worker is in its loop. Returns why not."""
-        books, shards, m = self.books, self.shards, seat.member
+        books, shards, m = self.books, self.shards, record.member
         if not 0 <= e.dataset < len(shards.datasets):
             return Refused(f"dataset {e.dataset} is not registered")
         if e.batch_samples < 1:
@@ -42,22 +42,22 @@ class GroupAskers(GroupPart):
         ask = Asker(m.incarnation, e.dataset, e.until_epoch, e.batch_samples, e.address, e.mark)
         if known is not None and known.incarnation == m.incarnation:
             ask.synced = known.synced
-            ask.leaving = known.leaving if self.facts.member(seat) or seat.stopping else LeaveReason.STAYS
+            ask.leaving = known.leaving if self.facts.member(record) or record.stopping else LeaveReason.STAYS
         books.asked[m.slot] = ask
         books.passed.pop(m.slot, None)  # (the loop whose end it had was not the last one)
         return None
 
-    def over_for(self, seat: SlotRecord, e: GroupAsked) -> bool:
+    def over_for(self, record: SlotRecord, e: GroupAsked) -> bool:
         """Whether the loop of an asker that has the newest state, and is in no group, is over."""
         newest = self.books.cursor(e.dataset)
         has_it = e.mark is not None and e.mark.step >= newest.step
-        return has_it and not self.facts.void and not self.facts.member(seat) and newest.epoch >= e.until_epoch
+        return has_it and not self.facts.void and not self.facts.member(record) and newest.epoch >= e.until_epoch
 
-    def told_over(self, seat: SlotRecord) -> None:
+    def told_over(self, record: SlotRecord) -> None:
         """This asker hears that its loop is over. What it had said of following the group comes to nothing: in a group
         it would wait for members that end."""
-        self.books.passed[seat.member.slot] = seat.member.incarnation
-        ask = self.facts.ask_of(seat)
+        self.books.passed[record.member.slot] = record.member.incarnation
+        ask = self.facts.ask_of(record)
         if ask is not None:
             ask.over = True
 
@@ -77,34 +77,34 @@ class GroupAskers(GroupPart):
             return []
         return self._generations.send_home()
 
-    def synced(self, seat: SlotRecord, generation: int) -> list[InstructionType]:
+    def synced(self, record: SlotRecord, generation: int) -> list[InstructionType]:
         """A newcomer follows the group of ``generation``; or a member of that has met the others, and the journal has
         all that it had committed before."""
-        books, m = self.books, seat.member
+        books, m = self.books, record.member
         group = books.group
         me = [x for x in group.members if (x.slot, x.incarnation) == (m.slot, m.incarnation)] if group else []
         if group is not None and me:
             met = generation == group.generation > books.confirmed and not self.facts.void and self.facts.holds(me[0])
             return self._steps.confirm(generation) if met else []
-        ask = self.facts.ask_of(seat)
+        ask = self.facts.ask_of(record)
         if ask is not None and generation >= self.books.origin:
             ask.synced = max(ask.synced, generation)
         return []
 
-    def asks_to_leave(self, seat: SlotRecord, reason: LeaveReason) -> None:
-        ask = self.facts.ask_of(seat)
+    def asks_to_leave(self, record: SlotRecord, reason: LeaveReason) -> None:
+        ask = self.facts.ask_of(record)
         if ask is not None:
             ask.leaving = reason if reason is LeaveReason.DONE else ask.leaving or reason or LeaveReason.ASKED
 
-    def ended(self, seat: SlotRecord, clean: bool) -> None:
+    def ended(self, record: SlotRecord, clean: bool) -> None:
         """A process is no more, or is declared lost. ``clean``: it left by itself, as it was told to."""
-        books, m = self.books, seat.member
+        books, m = self.books, record.member
         if m.role is not Role.WORKER:
             return
         ask = books.asked.get(m.slot)
         if ask is not None and ask.incarnation == m.incarnation:
             del books.asked[m.slot]
-        if self.facts.leaver(seat) is None:
+        if self.facts.leaver(record) is None:
             return
         self.facts.set_leavers([x for x in books.leavers if (x.slot, x.incarnation) != (m.slot, m.incarnation)])
         if not clean:

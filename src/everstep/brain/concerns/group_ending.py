@@ -33,16 +33,16 @@ class GroupEndingConcern(Concern):
             return more
         return more + self._nobody_saves(event.at) + self._final_replica(event.at)
 
-    def may_end(self, seat: SlotRecord) -> bool:
+    def may_end(self, record: SlotRecord) -> bool:
         """Whether a worker of a group whose script has ended may go: nobody will need its state any more."""
-        if not self.groups.has_state(seat):
+        if not self.groups.has_state(record):
             return True
         if not self.duty.done:
             return False
         writing, groups = self.checkpoints.writing, self.state.groups
         if writing is None or writing.reason is not CheckpointReason.FINAL:
             return not ends_with_checkpoint(self.job.spec) or groups.final_for == groups.origin
-        return (writing.manifest or writing.draft) is not None  # (else the one that writes it may be lost yet)
+        return (writing.manifest or writing.partial) is not None  # (else the one that writes it may be lost yet)
 
     def _final_replica(self, at: float) -> Out:
         """Mode allreduce: the first worker whose script is over writes what the job ends with; another one, if it is
@@ -51,10 +51,10 @@ class GroupEndingConcern(Concern):
         if not groups.origin or not ends_with_checkpoint(self.job.spec):
             return []
         writing = checkpoints.writing
-        if checkpoints.stopping or (writing is not None and (writing.manifest or writing.draft) is not None):
+        if checkpoints.stopping or (writing is not None and (writing.manifest or writing.partial) is not None):
             return []
-        seats = [s for s in self.members.workers.values() if s.running and not s.stopping]
-        through = [s for s in seats if self.groups.has_ended(s) and self.groups.has_state(s)]
+        records = [s for s in self.members.workers.values() if s.running and not s.stopping]
+        through = [s for s in records if self.groups.has_ended(s) and self.groups.has_state(s)]
         if not through:
             return []
         if groups.final_for == groups.origin:
@@ -79,6 +79,6 @@ class GroupEndingConcern(Concern):
         running = [s for s in workers.values() if s.running]
         if self.duty.done or not running or not all(self.groups.has_ended(s) for s in running):
             return []
-        if any(seat.waiting for slot, seat in workers.items() if slot < self.job.workers_wanted):
+        if any(record.waiting for slot, record in workers.items() if slot < self.job.workers_wanted):
             return []
         return self.concerns.chief.run_again(at)

@@ -69,33 +69,33 @@ class GroupFacts:
 
     @property
     def void(self) -> bool:
-        """Whether buckets of its tables go back to what is older than the group's state, as soon as all who have that
-        have ended: nobody may copy it."""
+        """Whether partitions of its tables go back to what is older than the group's state, as soon as all who have
+        that have ended: nobody may copy it."""
         return bool(self._protection.ending)
 
     def living(self, slot: Slot, incarnation: Incarnation) -> SlotRecord | None:
         return self.members.current(Role.WORKER, slot, incarnation)
 
-    def ask_of(self, seat: SlotRecord) -> Asker | None:
+    def ask_of(self, record: SlotRecord) -> Asker | None:
         """What this process asked; None: nothing, or a process before it in its slot did."""
-        ask = self.books.asked.get(seat.member.slot)
-        return ask if ask is not None and ask.incarnation == seat.member.incarnation else None
+        ask = self.books.asked.get(record.member.slot)
+        return ask if ask is not None and ask.incarnation == record.member.incarnation else None
 
-    def member(self, seat: SlotRecord) -> bool:
+    def member(self, record: SlotRecord) -> bool:
         """Whether this process is in the group published last."""
-        group, m = self.books.group, seat.member
+        group, m = self.books.group, record.member
         return m.role is Role.WORKER and group is not None and group.rank(m.slot, m.incarnation) >= 0
 
-    def trains(self, seat: SlotRecord) -> bool:
+    def trains(self, record: SlotRecord) -> bool:
         """Whether this process may be in the midst of a step: in the group, or on its way out of it."""
-        m = seat.member
-        if m.role is not Role.WORKER or (self.leaver(seat) is None and not self.member(seat)):
+        m = record.member
+        if m.role is not Role.WORKER or (self.leaver(record) is None and not self.member(record)):
             return False
         return [m.slot, m.incarnation] not in self.books.dismissed
 
-    def leaver(self, seat: SlotRecord) -> Leaver | None:
+    def leaver(self, record: SlotRecord) -> Leaver | None:
         """What is noted of this process while it is on its way out of the group."""
-        return self.leaving_now().get((seat.member.slot, seat.member.incarnation))
+        return self.leaving_now().get((record.member.slot, record.member.incarnation))
 
     def leaving_now(self) -> dict[tuple[Slot, Incarnation], Leaver]:
         """Asked for every member after most events: a search each time would cost the square of their number."""
@@ -106,11 +106,11 @@ class GroupFacts:
     def set_leavers(self, leavers: list[Leaver]) -> None:
         self.books.leavers, self._leaving = leavers, None
 
-    def left_to_wait(self, seat: SlotRecord) -> bool:
+    def left_to_wait(self, record: SlotRecord) -> bool:
         """Whether this process is on its way out of the group into one that is on hold: no step will say that all the
         others have changed over. (Who asks is in no group that works, or has a new master.)"""
         group = self.books.group
-        return self.leaver(seat) is not None and group is not None and bool(group.hold)
+        return self.leaver(record) is not None and group is not None and bool(group.hold)
 
     def holds(self, m: GroupMember) -> bool:
         """Whether this member lives, and has the state that the journal tells of (see the top of this file)."""
@@ -150,17 +150,17 @@ class GroupFacts:
         over = self.data_done() and any(map(self.has_the_end, group.members))
         return msgspec.structs.replace(group, joining=self.joining(), over=over)
 
-    def words(self, seat: SlotRecord) -> str:
+    def words(self, record: SlotRecord) -> str:
         """What a worker is in the group, for displays: ``rank 2``, ``joining``, ``leaving``; "" if nothing."""
-        group, m = self.books.group, seat.member
+        group, m = self.books.group, record.member
         rank = group.rank(m.slot, m.incarnation) if group is not None else -1
-        if not seat.running or m.role is not Role.WORKER:
+        if not record.running or m.role is not Role.WORKER:
             return ""
         if rank >= 0:
             return f"rank {rank}"
-        if self.trains(seat):
+        if self.trains(record):
             return "leaving"
-        if self.ask_of(seat) is None:
+        if self.ask_of(record) is None:
             return ""
         return "joining" if group is not None else "waits for the group"
 
@@ -176,15 +176,15 @@ class GroupFacts:
         group = self.books.group
         inside = {(m.slot, m.incarnation) for m in group.members} if group is not None and not members else set()
         for slot, ask in sorted(self.books.asked.items()):
-            seat = self.living(slot, ask.incarnation)
-            if seat is None or seat.stopping or ask.leaving or ask.over or (slot, ask.incarnation) in inside:
+            record = self.living(slot, ask.incarnation)
+            if record is None or record.stopping or ask.leaving or ask.over or (slot, ask.incarnation) in inside:
                 continue
             if not synced or (ask.synced and ask.synced >= self.books.origin):
-                out.append(self._as_member(seat, ask))
+                out.append(self._as_member(record, ask))
         return out
 
-    def _as_member(self, seat: SlotRecord, ask: Asker) -> GroupMember:
-        m = seat.member
+    def _as_member(self, record: SlotRecord, ask: Asker) -> GroupMember:
+        m = record.member
         return GroupMember(m.slot, m.incarnation, m.node, ask.address)
 
     def grouped(self, dataset: int) -> Reply:
@@ -198,10 +198,10 @@ class GroupFacts:
         trains = group is not None and bool(group.members) and not group.hold and not self.data_done()
         return trains and books.confirmed >= books.origin
 
-    def said_done(self, seat: SlotRecord) -> bool:
+    def said_done(self, record: SlotRecord) -> bool:
         """Whether this process told that its script came to its end, with all data trained."""
-        m = seat.member
-        return self.has_ended(seat) and self.data_done() and self.living(m.slot, m.incarnation) is not None
+        m = record.member
+        return self.has_ended(record) and self.data_done() and self.living(m.slot, m.incarnation) is not None
 
     def end_is_lost(self) -> bool:
         """Whether all data was trained, and nobody is left who has, or copied, the state of then."""
@@ -210,23 +210,23 @@ class GroupFacts:
             return False
         return not any(living(slot, life) is not None for slot, life in self.books.passed.items())
 
-    def has_ended(self, seat: SlotRecord) -> bool:
+    def has_ended(self, record: SlotRecord) -> bool:
         """Whether this process told that its script came to its end."""
-        ask = self.ask_of(seat)
+        ask = self.ask_of(record)
         return ask is not None and ask.leaving is LeaveReason.DONE
 
-    def has_state(self, seat: SlotRecord) -> bool:
+    def has_state(self, record: SlotRecord) -> bool:
         """Whether this process has the state of all committed steps for certain."""
-        group, m = self.books.group, seat.member
+        group, m = self.books.group, record.member
         life = (m.slot, m.incarnation)
         known = [group.members[rank]] if group is not None and (rank := group.rank(*life)) >= 0 else []
         if (leaver := self.leaving_now().get(life)) is not None:
             known.append(leaver.member)
         return not self.void and any(map(self.holds, known))
 
-    def ended_well(self, seat: SlotRecord) -> bool:
+    def ended_well(self, record: SlotRecord) -> bool:
         """Of one that ended with status 0 though it was to leave: whether its script had come to its end before."""
-        return self.said_done(seat) or (self.data_done() and self.member(seat) and self.trains(seat))
+        return self.said_done(record) or (self.data_done() and self.member(record) and self.trains(record))
 
     def lose(self, lives: Iterable[tuple[Slot, Incarnation]]) -> None:
         books = self.books
@@ -242,18 +242,18 @@ class GroupFacts:
 
     def _well(self, m: GroupMember) -> bool:
         """Whether it lives, or its script ended well."""
-        seat = self.members.workers.get(m.slot)
-        return seat is not None and seat.member.incarnation == m.incarnation and (seat.running or seat.finished)
+        record = self.members.workers.get(m.slot)
+        return record is not None and record.member.incarnation == m.incarnation and (record.running or record.finished)
 
     def leaves(self, m: GroupMember) -> bool:
-        seat, ask = self.living(m.slot, m.incarnation), self.books.asked.get(m.slot)
+        record, ask = self.living(m.slot, m.incarnation), self.books.asked.get(m.slot)
         leaving = ask is not None and ask.incarnation == m.incarnation and bool(ask.leaving)
-        return seat is None or seat.stopping or (leaving and not self.has_the_end(m))
+        return record is None or record.stopping or (leaving and not self.has_the_end(m))
 
     def has_the_end(self, m: GroupMember) -> bool:
         """Whether this member's script has come to its end with the final state, which it keeps for a new chief."""
-        seat = self.living(m.slot, m.incarnation)
-        kept = seat is not None and not seat.stopping and self.has_ended(seat) and self.holds(m)
+        record = self.living(m.slot, m.incarnation)
+        kept = record is not None and not record.stopping and self.has_ended(record) and self.holds(m)
         return kept and not self.duty.done and self.data_done()
 
     def samples(self) -> int:
@@ -265,8 +265,8 @@ class GroupFacts:
         batch = max((a.batch_samples for a in ask.values()), default=1)
         return batch * (spec.logical_workers or (group.size if spec.strategy == "elastic" else spec.workers))
 
-    def has_left(self, seat: SlotRecord) -> bool:
-        ask = self.ask_of(seat)
+    def has_left(self, record: SlotRecord) -> bool:
+        ask = self.ask_of(record)
         return ask is not None and bool(ask.leaving)
 
 

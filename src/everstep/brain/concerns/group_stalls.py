@@ -9,7 +9,7 @@ from everstep.model.group import GroupMember
 from everstep.policies.groups import BLAME_APART_S
 
 STUCK_S = (
-    10.0  # who has waited for others for so long is stuck (a bucket of gradients takes less, on slow networks too),
+    10.0  # who has waited for others for so long is stuck (a partition of gradients takes less, on slow networks too),
 )
 STUCK_TOGETHER_S = 2.0  # and so is the group, where all have said it within this time
 
@@ -76,7 +76,7 @@ class GroupStalls(GroupPart):
         left = leaver.generation if leaver is not None and leaver.member == m else generation + 1
         return life == m.incarnation and entered <= generation < left
 
-    def blame(self, seat: SlotRecord, at: float, reason: str) -> str:
+    def blame(self, record: SlotRecord, at: float, reason: str) -> str:
         """A member was lost: the error if the group gets nowhere, else ""."""
         books, limit = self.books, self.job.spec.quarantine_after
         if books.step > books.streak.furthest:
@@ -86,7 +86,7 @@ class GroupStalls(GroupPart):
         books.streak.blamed, books.streak.blamed_at = books.streak.blamed + 1, at
         if not 0 < limit <= books.streak.blamed:
             return ""
-        member, streak = seat.member, books.streak
+        member, streak = record.member, books.streak
         return (
             f"workers were lost {streak.blamed} times in a row without getting beyond step {streak.furthest} (last: "
             f"{member.key}, {reason}); quarantine_after={limit}: see logs/worker-{member.slot}.log"

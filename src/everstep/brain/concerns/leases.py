@@ -43,10 +43,10 @@ class LeaseConcern(Concern):
             LeaseExpired: self._lease_expired,
         }
 
-    def confirm(self, seat: SlotRecord, lease: Lease) -> bool:
+    def confirm(self, record: SlotRecord, lease: Lease) -> bool:
         """Whether this lease, which the worker says it holds, is its own (from now on)."""
         held = self.shards.leases.get(lease.shard)
-        member = seat.member
+        member = record.member
         if held is not None:
             return held.no == lease.no and held.worker == member.slot and held.incarnation == member.incarnation
         if member.role is not Role.WORKER or self.job.over or not self.shards.can_adopt(lease):
@@ -57,32 +57,32 @@ class LeaseConcern(Concern):
         if master == self.job.master_incarnation:
             self.job.leases = max(self.job.leases, counter)
         self.shards.adopt(lease, member.slot, member.incarnation)
-        seat.held.append(lease.shard)
+        record.held.append(lease.shard)
         return True
 
-    def drop_leases(self, seat: SlotRecord, reason: str) -> Out:
+    def drop_leases(self, record: SlotRecord, reason: str) -> Out:
         """Every shard of this worker back to the head of TODO, oldest lease first. ``reason`` "": say nothing."""
         positions: dict[int, int] = {}
         returned: list[HeldLease] = []
-        for key in seat.held:
+        for key in record.held:
             number = split_key(key)[0]
             position = positions.get(number, 0)
             positions[number] = position + 1
             returned.append(self.shards.take_back(key, position))
-        seat.held = []
-        seat.granted = {}
+        record.held = []
+        record.granted = {}
         if not returned or not reason:
             return []
         if len(returned) == 1:
-            return [self._returned_note(seat, returned[0], reason)]
+            return [self._returned_note(record, returned[0], reason)]
         names = ", ".join(self.shards.name(held.shard) for held in returned)
         inputs: Inputs = {
             "shards": len(returned),
             "leases": ", ".join(lease_words(held.no) for held in returned),
         }
-        return [Note(str(seat.member.key), Decision("shards returned", f"{names}: {reason}", inputs))]
+        return [Note(str(record.member.key), Decision("shards returned", f"{names}: {reason}", inputs))]
 
-    def _returned_note(self, seat: SlotRecord, held: HeldLease, reason: str) -> Note:
+    def _returned_note(self, record: SlotRecord, held: HeldLease, reason: str) -> Note:
         inputs: Inputs = {
             "shard": self.shards.name(held.shard),
             "lease": lease_words(held.no),
@@ -90,7 +90,7 @@ class LeaseConcern(Concern):
             "stop": held.stop,
         }
         return Note(
-            str(seat.member.key), Decision("shard returned", f"{self.shards.name(held.shard)}: {reason}", inputs)
+            str(record.member.key), Decision("shard returned", f"{self.shards.name(held.shard)}: {reason}", inputs)
         )
 
     def _blame(self, key: ShardKey, position: int, member: object) -> Out:
@@ -120,35 +120,35 @@ class LeaseConcern(Concern):
 
     def _shard_asked(self, e: ShardAsked, told: Event) -> Out:
         by = told.sender
-        seat = self.members.current(Role.WORKER, by.slot, by.incarnation)
-        if seat is None:
+        record = self.members.current(Role.WORKER, by.slot, by.incarnation)
+        if record is None:
             return [self.fence_worker(by.slot, by.incarnation)]
         shards = self.shards
         number = e.dataset
         if not 0 <= number < len(shards.datasets):
             return [Reply(Refused(f"dataset {number} is not registered"))]
-        granted = seat.granted.get(number)
+        granted = record.granted.get(number)
         if granted is not None and (key := granted.get(e.ask)) is not None:
             return [Reply(Granted(shards.leases[key].lease))]
-        newest = seat.asked.get(number, -1)
-        if e.ask < newest or seat.settled.get(number) == e.ask:
+        newest = record.asked.get(number, -1)
+        if e.ask < newest or record.settled.get(number) == e.ask:
             return [self._wait()]  # an old copy of a request whose answer has arrived: nobody listens
-        seat.asked[number] = e.ask
+        record.asked[number] = e.ask
         dataset = shards.datasets[number]
         dataset.epochs_known = max(dataset.epochs_known, e.until_epoch)
-        for key in seat.held:  # not of those that the worker has not heard of
+        for key in record.held:  # not of those that the worker has not heard of
             if (held := shards.leases[key]).dataset == number:
                 held.pending = held.no in e.pending
         if shards.over(dataset, e.until_epoch):
             shards.tell_end(dataset, e.until_epoch)
             return [END]
-        if seat.stopping or self.job.over:
+        if record.stopping or self.job.over:
             return [self._wait()]
         index = None
         for epoch in dataset.open_epochs(e.until_epoch):
-            if 0 < (loop := dataset.loop_of(epoch.number)) < seat.loop:
+            if 0 < (loop := dataset.loop_of(epoch.number)) < record.loop:
                 index = shards.next_carried(dataset, epoch)
-                if index is None and epoch.returned and (sent := self._back_to(loop, seat, dataset, epoch)):
+                if index is None and epoch.returned and (sent := self._back_to(loop, record, dataset, epoch)):
                     return [self._wait(), *sent]
             else:
                 index = shards.next_index(epoch)
@@ -163,9 +163,9 @@ class LeaseConcern(Concern):
         self.job.leases += 1
         no = lease_no(self.job.master_incarnation, self.job.leases)
         held = shards.grant(dataset, epoch, index, no, by.slot, by.incarnation, e.ask)
-        seat.held.append(held.shard)
+        record.held.append(held.shard)
         if granted is None:
-            seat.granted[number] = {e.ask: held.shard}
+            record.granted[number] = {e.ask: held.shard}
         else:
             granted[e.ask] = held.shard
         return [Reply(Granted(held.lease))]
@@ -192,56 +192,58 @@ class LeaseConcern(Concern):
         inputs: Inputs = {"loop": loop, "shards": len(epoch.returned)}
         why = Decision("stop", words, inputs, ("train them in a later loop: results would be others",))
         together = self.job.spec.consistency.startswith("sync")
-        return [self.concerns.processes.send_away(seat, why) for seat in (behind if together else [asker])]
+        return [self.concerns.processes.send_away(record, why) for record in (behind if together else [asker])]
 
-    def _comes_again(self, seat: SlotRecord) -> bool:
+    def _comes_again(self, record: SlotRecord) -> bool:
         """Of a worker that is being ended: whether another process begins in its slot."""
-        return seat.running and seat.stopping and not seat.drained and seat.member.slot < self.job.workers_wanted
+        return (
+            record.running and record.stopping and not record.drained and record.member.slot < self.job.workers_wanted
+        )
 
-    def _keep_in_its_loop(self, seat: SlotRecord, key: ShardKey) -> None:
+    def _keep_in_its_loop(self, record: SlotRecord, key: ShardKey) -> None:
         """This worker had the shard. It may have taken samples of it into a later loop, for a step of that one."""
         number, epoch, _ = split_key(key)
-        if 0 < self.shards.datasets[number].loop_of(epoch) < seat.loop and not seat.stopping:
+        if 0 < self.shards.datasets[number].loop_of(epoch) < record.loop and not record.stopping:
             self.shards.carried.add(key)
 
     def _wait(self) -> Reply:
         return Reply(Wait(max(WAIT_MIN_S, len(self.members.workers) / WAIT_WORKERS_PER_S)))
 
-    def _held_by(self, seat: SlotRecord, key: ShardKey, lease: int) -> HeldLease | None:
+    def _held_by(self, record: SlotRecord, key: ShardKey, lease: int) -> HeldLease | None:
         held = self.shards.leases.get(key)
-        if held is None or held.no != lease or held.worker != seat.member.slot:
+        if held is None or held.no != lease or held.worker != record.member.slot:
             return None
         return held
 
-    def _release_hold(self, seat: SlotRecord, held: HeldLease, settled: bool) -> None:
+    def _release_hold(self, record: SlotRecord, held: HeldLease, settled: bool) -> None:
         """Take the lease out of the worker's books. ``settled``: by the worker itself, so it had the answer."""
-        seat.held.remove(held.shard)
-        granted = seat.granted.get(held.dataset)
+        record.held.remove(held.shard)
+        granted = record.granted.get(held.dataset)
         if granted is not None:
             granted.pop(held.ask, None)
         if settled and held.ask >= 0:
-            seat.settled[held.dataset] = max(held.ask, seat.settled.get(held.dataset, -1))
+            record.settled[held.dataset] = max(held.ask, record.settled.get(held.dataset, -1))
 
     def _shard_done(self, e: ShardDone, told: Event) -> Out:
         by = told.sender
-        seat = self.members.current(Role.WORKER, by.slot, by.incarnation)
-        if seat is None:
+        record = self.members.current(Role.WORKER, by.slot, by.incarnation)
+        if record is None:
             return [self.fence_worker(by.slot, by.incarnation)]
-        held = self._held_by(seat, e.shard, e.lease)
+        held = self._held_by(record, e.shard, e.lease)
         if held is None:
-            if e.lease in seat.done:
+            if e.lease in record.done:
                 return [OK]
             return [Reply(Refused(f"lease {lease_words(e.lease)} of {self.shards.name(e.shard)} is not current"))]
         dead = self.concerns.placement.facts.unacknowledged(e.servers, e.route)
         if dead:
-            self._release_hold(seat, held, settled=True)
+            self._release_hold(record, held, settled=True)
             self.shards.take_back(e.shard, 0)
-            return [Reply(Refused(f"reopened: {dead}")), self._returned_note(seat, held, dead)]
-        self._release_hold(seat, held, settled=True)
-        seat.done.append(held.no)
-        if len(seat.done) > DONE_REMEMBERED:
-            del seat.done[0]
-        seat.streak, seat.failures = 0, 0
+            return [Reply(Refused(f"reopened: {dead}")), self._returned_note(record, held, dead)]
+        self._release_hold(record, held, settled=True)
+        record.done.append(held.no)
+        if len(record.done) > DONE_REMEMBERED:
+            del record.done[0]
+        record.streak, record.failures = 0, 0
         skipped = sum(hi - lo for lo, hi in e.skipped)
         finished = self.shards.done(e.shard, skipped, told.at)
         out: Out = [OK]
@@ -249,7 +251,7 @@ class LeaseConcern(Concern):
             ranges = ", ".join(f"{lo}..{hi - 1}" for lo, hi in e.skipped)
             words = f"{self.shards.name(e.shard)}: samples {ranges} gave gradients that are not finite"
             why = Decision("samples skipped", words, {"samples": skipped, "policy": self.job.spec.nonfinite})
-            out.append(Note(str(seat.member.key), why))
+            out.append(Note(str(record.member.key), why))
         if finished:
             out += self.concerns.datasets.epoch_finished(e.shard)
         else:
@@ -257,25 +259,25 @@ class LeaseConcern(Concern):
         return out
 
     def _shard_returned(self, e: ShardReturned, told: Event) -> Out:
-        seat = self.members.current(Role.WORKER, told.slot, told.incarnation)
-        if seat is None:
+        record = self.members.current(Role.WORKER, told.slot, told.incarnation)
+        if record is None:
             return [self.fence_worker(told.slot, told.incarnation)]
-        held = self._held_by(seat, e.shard, e.lease)
+        held = self._held_by(record, e.shard, e.lease)
         if held is None:
             return [OK]
-        self._release_hold(seat, held, settled=True)
+        self._release_hold(record, held, settled=True)
         self.shards.take_back(e.shard, 0)
-        self._keep_in_its_loop(seat, e.shard)
-        return [OK] if e.late else [OK, self._returned_note(seat, held, e.reason or "given back")]
+        self._keep_in_its_loop(record, e.shard)
+        return [OK] if e.late else [OK, self._returned_note(record, held, e.reason or "given back")]
 
     def _lease_expired(self, e: LeaseExpired, told: Event) -> Out:
         held = self.shards.leases.get(e.shard)
         if held is None or held.no != e.lease or self.job.over:
             return []
-        seat = self.members.workers[held.worker]
-        self._release_hold(seat, held, settled=False)
+        record = self.members.workers[held.worker]
+        self._release_hold(record, held, settled=False)
         self.shards.take_back(e.shard, 0)
-        self._keep_in_its_loop(seat, e.shard)
+        self._keep_in_its_loop(record, e.shard)
         why = Decision(
             "revoke the lease",
             f"no progress on {self.shards.name(e.shard)} for {e.idle_s:.0f} s",
@@ -283,28 +285,28 @@ class LeaseConcern(Concern):
             ("replace the worker: it still sends heartbeats",),
         )
         return [
-            RevokeLease(seat.member.key, held.no, why),
-            self._returned_note(seat, held, f"no progress for {e.idle_s:.0f} s"),
+            RevokeLease(record.member.key, held.no, why),
+            self._returned_note(record, held, f"no progress for {e.idle_s:.0f} s"),
         ]
 
-    def lost(self, seat: SlotRecord, first: HeldLease | None, progress: tuple[tuple[LeaseNo, int], ...]) -> Out:
+    def lost(self, record: SlotRecord, first: HeldLease | None, progress: tuple[tuple[LeaseNo, int], ...]) -> Out:
         """Take the leases of a lost worker back. ``first``: what it worked on, if that may be why."""
-        out = self.drop_leases(seat, f"{seat.member.key} was lost")
+        out = self.drop_leases(record, f"{record.member.key} was lost")
         if first is not None:
             position = max((told for no, told in progress if no == first.no), default=first.start)
             if position > self.shards.kills_at.get(first.shard, first.start):
-                seat.streak = 1  # it got on; only those that get nowhere use up the restarts
-            out += self._blame(first.shard, position, seat.member.key)
+                record.streak = 1  # it got on; only those that get nowhere use up the restarts
+            out += self._blame(first.shard, position, record.member.key)
         return out
 
     def validate(self) -> None:
         by_worker: dict[Slot, list[ShardKey]] = {}
         for held in self.shards.leases.values():
             by_worker.setdefault(held.worker, []).append(held.shard)
-            seat = self.members.workers.get(held.worker)
-            assert seat is not None, f"lease of worker:{held.worker}, who is nobody"
-            assert seat.member.incarnation == held.incarnation, f"lease {held.no} of a fenced process of {seat!r}"
-            assert seat.running, f"lease {held.no} of {seat!r}"
+            record = self.members.workers.get(held.worker)
+            assert record is not None, f"lease of worker:{held.worker}, who is nobody"
+            assert record.member.incarnation == held.incarnation, f"lease {held.no} of a fenced process of {record!r}"
+            assert record.running, f"lease {held.no} of {record!r}"
             assert held.no >> LEASE_COUNTER_BITS <= self.job.master_incarnation, f"lease {held.no} of a later master"
-        for slot, seat in self.members.workers.items():
-            assert sorted(seat.held) == sorted(by_worker.get(slot, [])), f"{seat!r} and the leases disagree"
+        for slot, record in self.members.workers.items():
+            assert sorted(record.held) == sorted(by_worker.get(slot, [])), f"{record!r} and the leases disagree"

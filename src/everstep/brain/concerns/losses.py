@@ -19,7 +19,7 @@ class LossConcern(Concern):
 
     def gone(
         self,
-        seat: SlotRecord,
+        record: SlotRecord,
         at: float,
         reason: str,
         inputs: Inputs,
@@ -30,48 +30,49 @@ class LossConcern(Concern):
     ) -> Out:
         """A process is no more, or counts as such. Take its leases back and fill the slot again. ``error``: that it
         told of itself."""
-        if seat.member.role is Role.PS:
-            return self.concerns.ps_slots.gone(seat, at, reason, inputs, error)
-        member = seat.member
+        if record.member.role is Role.PS:
+            return self.concerns.ps_slots.gone(record, at, reason, inputs, error)
+        member = record.member
         training = self.concerns.training
-        if training.said_done(seat):  # its exit status was lost with its agent
-            training.ended(seat, clean=True)
-            set_state(seat, MemberState.LEFT, at)
-            seat.finished, seat.stopping = True, False
-            self.duty.ended_well(self.members, seat)
+        if training.said_done(record):  # its exit status was lost with its agent
+            training.ended(record, clean=True)
+            set_state(record, MemberState.LEFT, at)
+            record.finished, record.stopping = True, False
+            self.duty.ended_well(self.members, record)
             why = Decision("left", f"it had said that its script ran to the end; then {reason}", inputs)
             return [Note(str(member.key), why), *self.concerns.ending.finish_if_all_left(at)]
-        training.ended(seat, clean=False)
-        if seat.stopping:
-            return self._stopped(seat, at)
+        training.ended(record, clean=False)
+        if record.stopping:
+            return self._stopped(record, at)
         self.job.worker_failures += 1
-        seat.losses += 1
+        record.losses += 1
         if not node_lost:
-            seat.streak += 1
+            record.streak += 1
         inputs = {**inputs, "incarnation": member.incarnation}
-        if held := training.held_by(seat):
+        if held := training.held_by(record):
             inputs["shards"] = held
-        set_state(seat, MemberState.LOST, at)
+        set_state(record, MemberState.LOST, at)
         out: Out = [LossNote(str(member.key), Decision("lost", reason, inputs))]
-        out += training.lost(seat, at, reason, node_lost, progress)
+        out += training.lost(record, at, reason, node_lost, progress)
         if self.job.over:
             return out
-        if not may_restart(seat.streak, self.job.spec.max_restarts):
+        if not may_restart(record.streak, self.job.spec.max_restarts):
             if training.all_trained():
                 error = (
-                    f"the result is lost: all data is trained, and {member.key} was lost {seat.streak} times in a row "
-                    f"(last: {reason}) before its script came to its end; see logs/worker-{member.slot}.log"
+                    f"the result is lost: all data is trained, and {member.key} was lost {record.streak} times "
+                    f"in a row (last: {reason}) before its script came to its end; see logs/worker-{member.slot}.log"
                 )
                 return [*out, self.fail(RESULT_LOST, error)]
             error = (
-                f"{member.key} was lost {seat.streak} times in a row without finishing {training.unit} (last: {reason})"
-                f"; gave up after max_restarts={self.job.spec.max_restarts}: see logs/worker-{member.slot}.log"
+                f"{member.key} was lost {record.streak} times in a row without finishing {training.unit} "
+                f"(last: {reason}); gave up after max_restarts={self.job.spec.max_restarts}: "
+                f"see logs/worker-{member.slot}.log"
             )
             return [*out, self.fail(4, error)]
         why = Decision(
             "restart",
             f"it was lost: {reason}",
-            {**inputs, "in_a_row": seat.streak, "max_restarts": self.job.spec.max_restarts},
+            {**inputs, "in_a_row": record.streak, "max_restarts": self.job.spec.max_restarts},
             ("go on without it: its share of the machine would idle", "wait for it: it is fenced and cannot count"),
         )
         if training.nothing_left():
@@ -81,19 +82,19 @@ class LossConcern(Concern):
             out += self.concerns.processes.start(Role.WORKER, member.slot, at, why, counted, replaces=True)
         return out + self.concerns.ending.finish_if_all_left(at)
 
-    def _stopped(self, seat: SlotRecord, at: float) -> Out:
+    def _stopped(self, record: SlotRecord, at: float) -> Out:
         """A worker that was asked to leave has left; how it ended does not matter."""
-        out = self.concerns.training.take_back(seat, "its worker was scaled in")
-        set_state(seat, MemberState.LEFT, at)
-        seat.stopping = False
-        out.append(Note(str(seat.member.key), Decision("left", "as it was asked to")))
+        out = self.concerns.training.take_back(record, "its worker was scaled in")
+        set_state(record, MemberState.LEFT, at)
+        record.stopping = False
+        out.append(Note(str(record.member.key), Decision("left", "as it was asked to")))
         if (
-            seat.member.slot < self.job.workers_wanted
-            and not seat.drained
+            record.member.slot < self.job.workers_wanted
+            and not record.drained
             and not self.concerns.training.nothing_left()
         ):
             why = Decision("start", "the job wants this worker, here or elsewhere")
             out += self.concerns.processes.start(
-                Role.WORKER, seat.member.slot, at, why
+                Role.WORKER, record.member.slot, at, why
             )  # (it may find no place and wait)
         return out + self.concerns.ending.finish_if_all_left(at)

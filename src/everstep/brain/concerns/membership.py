@@ -42,19 +42,19 @@ class MemberConcern(Concern):
 
     def _member_joined(self, e: MemberJoined, told: Event) -> Out:
         members, job = self.members, self.job
-        seat = members.of(e.role).get(e.slot)
-        if seat is None:
+        record = members.of(e.role).get(e.slot)
+        if record is None:
             return [Reply(Fenced(f"{e.role}:{e.slot} is not a member of this job"))]
         out: Out = []
-        if e.incarnation > seat.member.incarnation:
-            out += self.concerns.training.take_back(seat, "its place was taken by a later process")
-            self.concerns.training.ended(seat, clean=False)
-            seat = members.adopt(e.role, e.slot, e.incarnation, e.node, told.at)
-        member = seat.member
-        if e.incarnation < member.incarnation or not seat.running:
-            return [fenced(e.role, e.slot, e.incarnation, seat)]
+        if e.incarnation > record.member.incarnation:
+            out += self.concerns.training.take_back(record, "its place was taken by a later process")
+            self.concerns.training.ended(record, clean=False)
+            record = members.adopt(e.role, e.slot, e.incarnation, e.node, told.at)
+        member = record.member
+        if e.incarnation < member.incarnation or not record.running:
+            return [fenced(e.role, e.slot, e.incarnation, record)]
         new = member.state is MemberState.STARTING
-        set_state(seat, MemberState.ALIVE, told.at)
+        set_state(record, MemberState.ALIVE, told.at)
         member.pid, member.node = e.pid, e.node
         moved = e.address is not None and e.address != member.address
         member.address = e.address if e.address is not None else member.address
@@ -62,8 +62,8 @@ class MemberConcern(Concern):
             inputs: Inputs = {"pid": e.pid, "incarnation": e.incarnation}
             out.append(Note(str(member.key), Decision("joined", f"process {e.pid} on {e.node}", inputs)))
         if e.role is Role.PS:
-            out += self.concerns.placement.place(seat, moved or new, e.holds)
-        revoked = tuple(lease.no for lease in e.leases if not self.concerns.training.confirm(seat, lease))
+            out += self.concerns.placement.place(record, moved or new, e.holds)
+        revoked = tuple(lease.no for lease in e.leases if not self.concerns.training.confirm(record, lease))
         placement = self.state.placement if job.spec.ps else _NO_PS
         welcome: Out = [Reply(Welcome(job.master_incarnation, placement, revoked))]
         if e.role is Role.PS and self.shards.released:
@@ -71,18 +71,18 @@ class MemberConcern(Concern):
         return welcome + out
 
     def _member_silent(self, e: MemberSilent, told: Event) -> Out:
-        seat = self.members.current(e.role, e.slot, e.incarnation)
-        if seat is None or self.job.over:
+        record = self.members.current(e.role, e.slot, e.incarnation)
+        if record is None or self.job.over:
             return []
         if not e.lost:
-            if seat.member.state is not MemberState.ALIVE:
+            if record.member.state is not MemberState.ALIVE:
                 return []
-            set_state(seat, MemberState.SUSPECT, told.at)
+            set_state(record, MemberState.SUSPECT, told.at)
             reason = f"no heartbeat for {e.silent_s:.1f} s"
             inputs: Inputs = {"silent_s": round(e.silent_s, 3)}
             rejected = (f"replace it now: it may only be slow (lost after {self.job.spec.lost_after_s:g} s)",)
-            return [Note(str(seat.member.key), Decision("suspect", reason, inputs, rejected))]
-        member = seat.member
+            return [Note(str(record.member.key), Decision("suspect", reason, inputs, rejected))]
+        member = record.member
         starting = member.state is MemberState.STARTING
         reason = f"no hello for {e.silent_s:.0f} s" if starting else f"no heartbeat for {e.silent_s:.1f} s"
         reason = e.why or reason
@@ -98,52 +98,54 @@ class MemberConcern(Concern):
             self.concerns.nodes.await_word(member.node, told.at)
         return [
             stop,
-            *self.concerns.losses.gone(seat, told.at, reason, {"silent_s": round(e.silent_s, 3)}, progress=e.progress),
+            *self.concerns.losses.gone(
+                record, told.at, reason, {"silent_s": round(e.silent_s, 3)}, progress=e.progress
+            ),
         ]
 
     def _member_heard(self, e: MemberHeard, told: Event) -> Out:
-        seat = self.members.current(e.role, e.slot, e.incarnation)
-        if seat is None or seat.member.state is not MemberState.SUSPECT:
+        record = self.members.current(e.role, e.slot, e.incarnation)
+        if record is None or record.member.state is not MemberState.SUSPECT:
             return []
-        silent_s = told.at - seat.member.since
-        set_state(seat, MemberState.ALIVE, told.at)
-        return [Note(str(seat.member.key), Decision("heard again", f"{silent_s:.1f} s after it was suspected"))]
+        silent_s = told.at - record.member.since
+        set_state(record, MemberState.ALIVE, told.at)
+        return [Note(str(record.member.key), Decision("heard again", f"{silent_s:.1f} s after it was suspected"))]
 
     def _process_exited(self, e: ProcessExited, told: Event) -> Out:
-        seat = self.members.current(e.role, e.slot, e.incarnation)
-        if seat is None:  # an older life, or said before: its end is known
+        record = self.members.current(e.role, e.slot, e.incarnation)
+        if record is None:  # an older life, or said before: its end is known
             ended = self.members.of(e.role).get(e.slot)
             if ended is None or ended.member.incarnation != e.incarnation:
                 return [OK]
             return [OK, *self.concerns.nodes.node_heard(NodeHeard(ended.member.node), told)]
-        finished = self.concerns.training.exited(seat, e)
+        finished = self.concerns.training.exited(record, e)
         if self.job.over:
-            set_state(seat, MemberState.LEFT, told.at)
-            return [OK, *self.concerns.training.take_back(seat, "")]
+            set_state(record, MemberState.LEFT, told.at)
+            return [OK, *self.concerns.training.take_back(record, "")]
         reason = exit_words(e.status)
         inputs: Inputs = {"exit_status": e.status}
         if e.error:
             inputs["error"] = e.error
         if e.role is Role.PS:
-            refused = self.concerns.placement.died_loading(seat, reason, e.status)
+            refused = self.concerns.placement.died_loading(record, reason, e.status)
             if self.checkpoints.aside:
-                set_state(seat, MemberState.LOST, told.at)
+                set_state(record, MemberState.LOST, told.at)
                 return [OK, *refused, self.fail(4, self.checkpoints.aside_words)]
             return [
                 OK,
                 *refused,
                 *self.concerns.losses.gone(
-                    seat, told.at, reason + (f" ({e.error})" if e.error else ""), inputs, error=e.error
+                    record, told.at, reason + (f" ({e.error})" if e.error else ""), inputs, error=e.error
                 ),
             ]
         if finished:
-            out: Out = [OK, *self.concerns.training.take_back(seat, "its script ended")]
-            set_state(seat, MemberState.LEFT, told.at)
-            seat.finished, seat.streak, seat.failures = True, 0, 0
-            self.duty.ended_well(self.members, seat)
-            out.append(Note(str(seat.member.key), Decision("left", "its script ran to the end", inputs)))
+            out: Out = [OK, *self.concerns.training.take_back(record, "its script ended")]
+            set_state(record, MemberState.LEFT, told.at)
+            record.finished, record.streak, record.failures = True, 0, 0
+            self.duty.ended_well(self.members, record)
+            out.append(Note(str(record.member.key), Decision("left", "its script ran to the end", inputs)))
             return out + self.concerns.ending.finish_if_all_left(told.at)
-        if e.too_large and not seat.stopping:
+        if e.too_large and not record.stopping:
             most = self.state.control.too_large(e.slot, e.too_large)
             reason = (
                 f"its memory was too small for {e.too_large} samples at once: no plan gives it more than {most} now"
@@ -151,31 +153,31 @@ class MemberConcern(Concern):
             return [
                 OK,
                 *self.concerns.losses.gone(
-                    seat, told.at, reason, {**inputs, "samples": e.too_large}, progress=e.progress
+                    record, told.at, reason, {**inputs, "samples": e.too_large}, progress=e.progress
                 ),
             ]
-        if e.error and not seat.stopping:
+        if e.error and not record.stopping:
             why_not = judge(
-                e.failure, seat, self.members, self.job.spec.script_retries, self.concerns.training.progress()
+                e.failure, record, self.members, self.job.spec.script_retries, self.concerns.training.progress()
             )
             if not why_not:
-                return [OK, *self._try_again(seat, e, told, inputs)]
-            set_state(seat, MemberState.LEFT, told.at)
-            out = [OK, *self.concerns.training.take_back(seat, "its script failed")]
+                return [OK, *self._try_again(record, e, told, inputs)]
+            set_state(record, MemberState.LEFT, told.at)
+            out = [OK, *self.concerns.training.take_back(record, "its script failed")]
             why = Decision("fail the job", "the script raised an error", inputs, (f"restart it: {why_not}",))
-            out.append(Note(str(seat.member.key), why))
+            out.append(Note(str(record.member.key), why))
             no = f"; {why_not}" if e.failure is not None and e.failure.cause != "script" else ""
             exit_code = e.failure.exit_code if e.failure is not None else 1
-            return [*out, self.fail(exit_code or 1, f"the script failed in {seat.member.key}: {e.error}{no}")]
-        return [OK, *self.concerns.losses.gone(seat, told.at, reason, inputs, progress=e.progress)]
+            return [*out, self.fail(exit_code or 1, f"the script failed in {record.member.key}: {e.error}{no}")]
+        return [OK, *self.concerns.losses.gone(record, told.at, reason, inputs, progress=e.progress)]
 
-    def _try_again(self, seat: SlotRecord, e: ProcessExited, told: Event, inputs: Inputs) -> Out:
+    def _try_again(self, record: SlotRecord, e: ProcessExited, told: Event, inputs: Inputs) -> Out:
         """Its script raised what may pass: as a loss, but the next process comes a little later."""
         assert e.failure is not None
         retries = self.job.spec.script_retries
-        words = f"{cause_words(e.failure.cause)}; try {seat.failures} of {retries} without a step between"
+        words = f"{cause_words(e.failure.cause)}; try {record.failures} of {retries} without a step between"
         why = Decision("try again", f"its script raised {e.error}: {words}", {**inputs, "cause": e.failure.cause})
         return [
-            Note(str(seat.member.key), why),
-            *self.concerns.losses.gone(seat, told.at, f"its script raised {e.error}", inputs, progress=e.progress),
+            Note(str(record.member.key), why),
+            *self.concerns.losses.gone(record, told.at, f"its script raised {e.error}", inputs, progress=e.progress),
         ]

@@ -82,45 +82,45 @@ class NodeConcern(Concern):
             self.state.protection.uneven = True
         runs: set[tuple[Role, Slot, Incarnation]] = set()
         for role, slot, incarnation, pid in e.running:
-            seat = members.of(role).get(slot)
-            if seat is not None and incarnation > seat.member.incarnation:
-                out += self.concerns.training.take_back(seat, "its place was taken by a later process")
-                self.concerns.training.ended(seat, clean=False)
-                seat = members.adopt(role, slot, incarnation, e.node, told.at)
+            record = members.of(role).get(slot)
+            if record is not None and incarnation > record.member.incarnation:
+                out += self.concerns.training.take_back(record, "its place was taken by a later process")
+                self.concerns.training.ended(record, clean=False)
+                record = members.adopt(role, slot, incarnation, e.node, told.at)
             if (
                 job.over
-                or seat is None
-                or incarnation < seat.member.incarnation
-                or not seat.running
-                or seat.member.node != e.node
+                or record is None
+                or incarnation < record.member.incarnation
+                or not record.running
+                or record.member.node != e.node
             ):
-                now = f"#{seat.member.incarnation} {seat.member.state}" if seat is not None else "nobody's"
+                now = f"#{record.member.incarnation} {record.member.state}" if record is not None else "nobody's"
                 why = Decision("stop", "the job is over" if job.over else f"it was replaced: the slot is {now}")
                 out.append(StopProcess(e.node, role, slot, incarnation, 0.0, why))
                 continue
             runs.add((role, slot, incarnation))
-            seat.member.pid = pid or seat.member.pid
-            if seat.stopping and not self.concerns.training.in_step(seat):
+            record.member.pid = pid or record.member.pid
+            if record.stopping and not self.concerns.training.in_step(record):
                 why = Decision("stop", "it was asked to leave; its agent may not have heard")
                 out.append(StopProcess(e.node, role, slot, incarnation, STOP_GRACE_S, why))
         if job.over:
             out.append(FinishJob(cast(int, job.exit_code), job.error))
             return out
-        for seat in members.on(e.node):
-            member = seat.member
-            if not seat.running or (member.role, member.slot, member.incarnation) in runs:
+        for record in members.on(e.node):
+            member = record.member
+            if not record.running or (member.role, member.slot, member.incarnation) in runs:
                 continue
-            if member.state is MemberState.STARTING and not seat.stopping:
+            if member.state is MemberState.STARTING and not record.stopping:
                 why = Decision("start", "it was ordered before, and its agent does not run it")
                 out.append(StartProcess(e.node, member.role, member.slot, member.incarnation, why))
             elif member.role is Role.PS:
                 # Its loss is final, and this word may be an old one: let its own silence prove it.
                 if member.state is MemberState.ALIVE:
-                    set_state(seat, MemberState.SUSPECT, told.at)
+                    set_state(record, MemberState.SUSPECT, told.at)
                     why = Decision("suspect", f"the agent of {e.node} does not list it")
                     out.append(Note(str(member.key), why))
             else:
-                out += self.concerns.losses.gone(seat, told.at, "its agent no longer runs it", {"node": e.node})
+                out += self.concerns.losses.gone(record, told.at, "its agent no longer runs it", {"node": e.node})
                 if job.over:
                     return out
         return out + self.concerns.processes.fill(told.at)
@@ -157,16 +157,16 @@ class NodeConcern(Concern):
         if self.job.over:
             return []
         self.job.node_failures += 1
-        seats = [seat for seat in self.members.on(e.node) if seat.running]
-        for seat in seats:  # all at once: none of them is to take over from another one
-            if seat.member.role is Role.PS and not seat.stopping:
-                set_state(seat, MemberState.LOST, told.at)
+        records = [record for record in self.members.on(e.node) if record.running]
+        for record in records:  # all at once: none of them is to take over from another one
+            if record.member.role is Role.PS and not record.stopping:
+                set_state(record, MemberState.LOST, told.at)
         out: Out = [
-            Note(e.node, Decision("node lost", e.reason, {"members": ", ".join(str(s.member.key) for s in seats)}))
+            Note(e.node, Decision("node lost", e.reason, {"members": ", ".join(str(s.member.key) for s in records)}))
         ]
         rooms, why = Rooms(self.members, Role.WORKER), f"its node {e.node} was lost: {e.reason}"
-        for seat in seats:
-            out += self.concerns.losses.gone(seat, told.at, why, {"node": e.node}, node_lost=True, counted=rooms)
+        for record in records:
+            out += self.concerns.losses.gone(record, told.at, why, {"node": e.node}, node_lost=True, counted=rooms)
             if self.job.over:
                 return out
         return out + self.concerns.processes.fill(told.at)

@@ -1,23 +1,23 @@
-"""Where buckets and mirrors are: ps say what they have, and the next map follows."""
+"""Where partitions and mirrors are: ps say what they have, and the next map follows."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from everstep.brain.brain_state import State
-from everstep.brain.concerns.bucket_facts import BucketFacts
-from everstep.brain.concerns.bucket_maps import BucketMaps
-from everstep.brain.concerns.bucket_reports import BucketReports
 from everstep.brain.concerns.concern import OK, Concern, Handlers, Inputs, Out
-from everstep.brain.events import BucketsReady, Event, Fenced, HotBuckets, LoadFailed, MirrorsReady, Note, Reply
+from everstep.brain.concerns.partition_facts import PartitionFacts
+from everstep.brain.concerns.partition_maps import PartitionMaps
+from everstep.brain.concerns.partition_reports import PartitionReports
+from everstep.brain.events import Event, Fenced, HotPartitions, LoadFailed, MirrorsReady, Note, PartitionsReady, Reply
 from everstep.brain.job import Phase
 from everstep.brain.members import SlotRecord
 from everstep.ids import Slot
 from everstep.model.decision import Decision
-from everstep.model.image import Holdings
 from everstep.model.member import Role
-from everstep.model.plan import MoveBuckets
+from everstep.model.plan import MovePartitions
 from everstep.model.reasons import Arrival
+from everstep.model.snapshot import Holdings
 
 if TYPE_CHECKING:
     from everstep.brain.concerns.composition import Concerns
@@ -28,38 +28,38 @@ _CRASHES = frozenset({-4, -6, -7, -8, -11})  # ILL, ABRT, BUS, FPE, SEGV: of its
 
 
 class PlacementConcern(Concern):
-    """Keeps the map of buckets. ``facts``: what follows from it."""
+    """Keeps the map of partitions. ``facts``: what follows from it."""
 
     __slots__ = ("_maps", "facts", "reports")
 
     def __init__(self, state: State, concerns: Concerns, ahead: bool) -> None:
         """``ahead``: workers have a state of their own, which must not be newer than the tables on the ps."""
         super().__init__(state, concerns)
-        self.facts = BucketFacts(state)
-        self.reports = BucketReports(self.facts)
-        self._maps = BucketMaps(self.facts, ahead)
+        self.facts = PartitionFacts(state)
+        self.reports = PartitionReports(self.facts)
+        self._maps = PartitionMaps(self.facts, ahead)
 
     def handlers(self) -> Handlers:
         return {
             MirrorsReady: self._ps_told,
-            BucketsReady: self._ps_told,
+            PartitionsReady: self._ps_told,
             LoadFailed: self._load_failed,
-            HotBuckets: self._hot_buckets,
+            HotPartitions: self._hot_partitions,
         }
 
     def before(self, event: Event) -> None:
         self.state.protection.went_back = False
 
     def settle(self, event: Event, out: Out) -> Out:
-        """Buckets wait for workers to end, before they go back to something older."""
+        """Partitions wait for workers to end, before they go back to something older."""
         return self.settle_map() if self.state.protection.gone and not self.job.over else []
 
     def validate(self) -> None:
         self._maps.validate()
 
-    def place(self, seat: SlotRecord, changed: bool, holds: Holdings | None) -> Out:
+    def place(self, record: SlotRecord, changed: bool, holds: Holdings | None) -> Out:
         """A ps said hello: make the first map once all have, or take up what it tells."""
-        member = seat.member
+        member = record.member
         old = self.state.placement
         if old is None:
             servers = self.members.servers
@@ -94,7 +94,7 @@ class PlacementConcern(Concern):
                 "which nothing protects" if spec.parity in ("", "0") else f"more than parity {spec.parity} can rebuild"
             )
             error = (
-                f"{why} and with it {lost} of {spec.buckets} buckets, {what}; "
+                f"{why} and with it {lost} of {spec.partitions} buckets, {what}; "
                 "trust nothing of the run directory beyond the last export"
             )
             rejected = ("go on without its rows: results would be wrong",)
@@ -106,49 +106,49 @@ class PlacementConcern(Concern):
                 words = self.concerns.training.why_ends(len(self.state.protection.gone))
                 out.append(self.concerns.processes.send_away(worker, Decision("stop", words), END_GRACE_S))
         for slot in self.state.protection.leaving:
-            seat = self.members.servers.get(slot)
-            if seat is not None and seat.running and not seat.stopping and self.facts.empty(slot):
-                out.append(self.concerns.processes.send_away(seat, Decision("stop", "others have all that it held")))
+            record = self.members.servers.get(slot)
+            if record is not None and record.running and not record.stopping and self.facts.empty(slot):
+                out.append(self.concerns.processes.send_away(record, Decision("stop", "others have all that it held")))
         return out + self.reports.covers()
 
-    def _ps_told(self, e: MirrorsReady | BucketsReady, told: Event) -> Out:
-        seat = self.members.current(Role.PS, told.slot, told.incarnation)
-        if seat is None:
+    def _ps_told(self, e: MirrorsReady | PartitionsReady, told: Event) -> Out:
+        record = self.members.current(Role.PS, told.slot, told.incarnation)
+        if record is None:
             return [Reply(Fenced(f"ps:{told.slot} #{told.incarnation} was replaced"))]
         if self.job.over:
             return [OK]
         out = self.reports.told(told.slot, e)
-        if isinstance(e, BucketsReady) and e.how is Arrival.STUCK:
+        if isinstance(e, PartitionsReady) and e.how is Arrival.STUCK:
             return [OK, *out, *self.settle_map(f"ps:{told.slot} cannot get what it was given")]
-        seat.streak = 0  # it got somewhere
+        record.streak = 0  # it got somewhere
         return [OK, *out, *self.settle_map()]
 
     def _load_failed(self, e: LoadFailed, told: Event) -> Out:
-        seat = self.members.current(Role.PS, told.slot, told.incarnation)
-        if seat is None:
+        record = self.members.current(Role.PS, told.slot, told.incarnation)
+        if record is None:
             return [Reply(Fenced(f"ps:{told.slot} #{told.incarnation} was replaced"))]
         if self.job.over:
             return [OK]
         out = self.reports.load_failed(told.slot, e)
         if self.checkpoints.aside:
             return [OK, *out, self.fail(4, self.checkpoints.aside_words)]
-        return [OK, *out, *self.settle_map(f"ps:{told.slot} cannot load bucket {e.bucket}")]
+        return [OK, *out, *self.settle_map(f"ps:{told.slot} cannot load bucket {e.partition}")]
 
-    def died_loading(self, seat: SlotRecord, reason: str, status: int) -> Out:
+    def died_loading(self, record: SlotRecord, reason: str, status: int) -> Out:
         """A ps crashed: if it was loading, that may have been why."""
         if status not in _CRASHES:
             return []
-        slot = seat.member.slot
+        slot = record.member.slot
         out: Out = []
         for checkpoint in sorted({c for _, c in self.facts.loading(slot)}):
             out += self.checkpoints.load_failed(checkpoint, f"ps:{slot}", f"{reason} while it loaded it")
         return out
 
-    def _hot_buckets(self, e: HotBuckets, told: Event) -> Out:
+    def _hot_partitions(self, e: HotPartitions, told: Event) -> Out:
         """Move them, if nothing else is on its way and no policy divides them: it goes by time where this goes by rows,
         so one would take back what the other gives."""
         plan = self.state.control.plan
-        if plan is not None and any(isinstance(action, MoveBuckets) for action in plan.actions):
+        if plan is not None and any(isinstance(action, MovePartitions) for action in plan.actions):
             return []
         if self.job.over or not self.facts.at_rest():
             return []
@@ -157,6 +157,6 @@ class PlacementConcern(Concern):
             return []
         loads = ", ".join(f"ps:{slot} {rows}" for slot, rows in e.loads)
         words = f"ps:{moved[0].source} has too much to do ({loads} rows a second)"
-        inputs: Inputs = {f"bucket {m.bucket}": f"to ps:{m.target}" for m in moved}
+        inputs: Inputs = {f"bucket {m.partition}": f"to ps:{m.target}" for m in moved}
         rejected = ("leave them: the slowest ps sets everybody's pace", "move all: each move costs contents once")
         return [Note("", Decision("move hot buckets", words, inputs, rejected)), *self.settle_map("buckets are hot")]

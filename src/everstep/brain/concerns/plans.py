@@ -16,7 +16,7 @@ from everstep.model.plan import (
     AdjustRate,
     BackupWorkers,
     KillRestart,
-    MoveBuckets,
+    MovePartitions,
     Scale,
 )
 from everstep.policies.hot import HotMove
@@ -48,12 +48,12 @@ class PlanConcern(Concern):
         if self.job.over or control.disabled:
             return []
         here = {
-            role: {s.member.slot: s.member.incarnation for s in seats.values() if s.running and not s.stopping}
-            for role, seats in ((Role.WORKER, self.members.workers), (Role.PS, self.members.servers))
+            role: {s.member.slot: s.member.incarnation for s in records.values() if s.running and not s.stopping}
+            for role, records in ((Role.WORKER, self.members.workers), (Role.PS, self.members.servers))
         }
         starting = [s for s in self.members.all() if s.member.state is MemberState.STARTING]
         why = stale(plan, self.job, here, str(starting[0].member.key) if starting else "", training.cannot_follow)
-        moves = next((a for a in plan.actions if isinstance(a, MoveBuckets)), None)
+        moves = next((a for a in plan.actions if isinstance(a, MovePartitions)), None)
         adjusts = [a for a in plan.actions if isinstance(a, AdjustBatch | AdjustAccum | AdjustRate)]
         if (
             not why
@@ -88,26 +88,26 @@ class PlanConcern(Concern):
     def _act(self, action: Action, decision: Decision, told: Event) -> Out:
         match action:
             case KillRestart(role=role, slot=slot):
-                seat = self.members.of(role)[slot]
-                before, seat.avoid = seat.avoid, seat.member.node
+                record = self.members.of(role)[slot]
+                before, record.avoid = record.avoid, record.member.node
                 if role is Role.PS:
-                    out = self.concerns.processes.drain(DrainAsked(str(seat.member.key), 0.0, again=True), told)
+                    out = self.concerns.processes.drain(DrainAsked(str(record.member.key), 0.0, again=True), told)
                     if isinstance(out[0], Reply) and isinstance(refused := out[0].answer, Refused):
-                        seat.avoid = before
+                        record.avoid = before
                         return [Note("", Decision("drop a plan", f"{decision}: {refused.error}"))]
                 else:
                     out = [
                         self.concerns.processes.send_away(
-                            seat, Decision("stop", decision.reason, {"restart": True}), 0.0
+                            record, Decision("stop", decision.reason, {"restart": True}), 0.0
                         )
                     ]
                 self.state.control.restarts += 1
                 self.state.control.restarted_at = told.at
                 return out
-            case MoveBuckets(owners=owners):
+            case MovePartitions(owners=owners):
                 placement = self.state.placement
                 assert placement is not None
-                moves = [HotMove(bucket, placement.owner[bucket], slot) for bucket, slot in owners.items()]
+                moves = [HotMove(partition, placement.owner[partition], slot) for partition, slot in owners.items()]
                 moved = self.concerns.placement.reports.spread(moves)
                 return (
                     self.concerns.placement.settle_map(

@@ -33,13 +33,13 @@ class ProcessConcern(Concern):
         out: Out = []
         rooms = self.ps_rooms()
         for slot in map(Slot, range(self.job.ps_wanted)):
-            seat = self.members.servers.get(slot)
-            if (seat is None or seat.waiting) and slot not in self.state.protection.leaving:
+            record = self.members.servers.get(slot)
+            if (record is None or record.waiting) and slot not in self.state.protection.leaving:
                 out += self.start(Role.PS, slot, at, Decision("start", "the job wants this ps"), rooms)
         rooms = Rooms(self.members, Role.WORKER)
         for slot in map(Slot, range(self.job.workers_wanted)):
-            seat = self.members.workers.get(slot)
-            if seat is None or seat.waiting:
+            record = self.members.workers.get(slot)
+            if record is None or record.waiting:
                 out += self.start(Role.WORKER, slot, at, Decision("start", "the job wants this worker"), rooms)
         return out
 
@@ -63,30 +63,30 @@ class ProcessConcern(Concern):
             return []
         members = self.members
         home = members.homes.get(slot) if role is Role.WORKER else None
-        seat = members.of(role).get(slot)
+        record = members.of(role).get(slot)
         rooms = counted or (self.ps_rooms() if role is Role.PS else Rooms(members, role))
-        node = rooms.choose(home, seat.avoid if seat is not None else None)
+        node = rooms.choose(home, record.avoid if record is not None else None)
         quiet = node is not None and bool(members.nodes[node].quiet_since)
         if node is None or quiet:
-            if seat is None or seat.waiting:
+            if record is None or record.waiting:
                 return []
-            seat.waiting = True
+            record.waiting = True
             words = "no node has a free place for it"
             if quiet:
                 words = f"{node} may be cut off: its agent has to be heard first"
-            return [Note(str(seat.member.key), Decision("waiting", words, {"slot": slot}))]
-        seat = members.fill(role, slot, node, at)
-        seat.avoid = None
+            return [Note(str(record.member.key), Decision("waiting", words, {"slot": slot}))]
+        record = members.fill(role, slot, node, at)
+        record.avoid = None
         if counted is not None:
             counted.taken(node)
-        after_s = pause_s(seat.failures) if replaces else 0.0
-        return [StartProcess(node, role, slot, seat.member.incarnation, why, after_s)]
+        after_s = pause_s(record.failures) if replaces else 0.0
+        return [StartProcess(node, role, slot, record.member.incarnation, why, after_s)]
 
-    def send_away(self, seat: SlotRecord, why: Decision, grace_s: float = STOP_GRACE_S) -> StopProcess | Note:
+    def send_away(self, record: SlotRecord, why: Decision, grace_s: float = STOP_GRACE_S) -> StopProcess | Note:
         """``grace_s`` 0: as long as it takes."""
-        seat.stopping = True
-        m = seat.member
-        if not grace_s and self.concerns.training.leaves_first(seat):
+        record.stopping = True
+        m = record.member
+        if not grace_s and self.concerns.training.leaves_first(record):
             # told to end when the group has changed over to one without it: a step may take longer than any grace
             return Note(str(m.key), Decision("leave", f"{why.reason}; it leaves the group first", why.inputs))
         grace_s = grace_s or STOP_GRACE_S
@@ -105,7 +105,7 @@ class ProcessConcern(Concern):
             elif role is Role.PS and not job.spec.ps:
                 error = "this job of mode allreduce has no ps: every worker has the whole model"
             elif role is Role.PS:
-                error = refuse_ps(count, self.concerns.placement.facts.code, job.spec.buckets)
+                error = refuse_ps(count, self.concerns.placement.facts.code, job.spec.partitions)
                 if not error and self.state.placement is None:
                     error = "not yet: not every ps has joined"
             if error:
@@ -125,23 +125,23 @@ class ProcessConcern(Concern):
             inputs: Inputs = {"from": old, "to": count}
             out.append(Note("", Decision("scale workers", f"asked for {count} instead of {old}", inputs)))
         for slot in map(Slot, range(count, old)):
-            seat = workers.get(slot)
-            if seat is None:
+            record = workers.get(slot)
+            if record is None:
                 continue
-            seat.waiting = False
-            if not seat.running or seat.stopping:
+            record.waiting = False
+            if not record.running or record.stopping:
                 continue
             why = Decision("stop", f"scaled in to {count} workers; the highest slots leave", {"to": count})
-            out.append(self.send_away(seat, why, 0.0))
-        drained = [slot for slot, seat in workers.items() if seat.drained and slot < old]
+            out.append(self.send_away(record, why, 0.0))
+        drained = [slot for slot, record in workers.items() if record.drained and slot < old]
         rooms = Rooms(self.members, Role.WORKER)
         for slot in sorted({*map(Slot, range(old, count)), *drained} & set(map(Slot, range(count)))):
-            seat = workers.get(slot)
-            if seat is not None:
-                seat.drained = False
-            if seat is None or (not seat.running and not seat.finished):
-                if seat is not None:
-                    seat.waiting = True
+            record = workers.get(slot)
+            if record is not None:
+                record.drained = False
+            if record is None or (not record.running and not record.finished):
+                if record is not None:
+                    record.waiting = True
                 why = Decision("start", f"scaled out to {count} workers", {"to": count})
                 out += self.start(Role.WORKER, slot, at, why, rooms)
         return out
@@ -155,16 +155,16 @@ class ProcessConcern(Concern):
         if node is not None:
             if node.node == HOME_NODE:
                 return [Reply(Refused(f"{e.target} has the job's master: everstep stop ends the job"))]
-            seats = [seat for seat in members.on(node.node) if seat.running]
+            records = [record for record in members.on(node.node) if record.running]
         else:
             role, _, number = e.target.partition(":")
-            seat = None
+            record = None
             if role in (Role.WORKER, Role.PS) and number.isascii() and number.isdigit():
-                seat = members.of(Role(role)).get(Slot(int(number)))
-            if seat is None or not seat.running:
+                record = members.of(Role(role)).get(Slot(int(number)))
+            if record is None or not record.running:
                 return [Reply(Refused(f"{e.target!r} is no node, and no running worker or ps such as ps:1"))]
-            seats = [seat]
-        servers = [seat.member.slot for seat in seats if seat.member.role is Role.PS and not seat.stopping]
+            records = [record]
+        servers = [record.member.slot for record in records if record.member.role is Role.PS and not record.stopping]
         leaving = self.state.protection.leaving
         left = [
             m.slot for m in self.concerns.placement.facts.servers() if m.slot not in leaving and m.slot not in servers
@@ -177,19 +177,19 @@ class ProcessConcern(Concern):
             node.draining = True
         out: Out = [OK]
         words = f"empty it within {e.deadline_s:g} s" if e.deadline_s else "empty it"
-        words += f": {', '.join(str(seat.member.key) for seat in seats) or 'nothing'}"
+        words += f": {', '.join(str(record.member.key) for record in records) or 'nothing'}"
         words += ", and start another process in its place" if e.again else ""
         less = after_drain(self.concerns.placement.facts.code, len(left)) if servers else ""
         words += f"; {less}" if less else ""
         inputs: Inputs = {"deadline_s": e.deadline_s, "buckets": 0}
         inputs["buckets"] = sum(self.concerns.placement.facts.left_at(slot) for slot in servers)
         out.append(Note(e.target, Decision("drain", words, inputs)))
-        for seat in seats:
-            if seat.member.role is Role.WORKER and not seat.stopping:
-                seat.drained = node is None
+        for record in records:
+            if record.member.role is Role.WORKER and not record.stopping:
+                record.drained = node is None
                 why = Decision("stop", f"{e.target} is to be emptied")
                 grace_s = self.concerns.training.grace_s(e.deadline_s)
-                out.append(self.send_away(seat, why, grace_s))
+                out.append(self.send_away(record, why, grace_s))
         leaving[:] = sorted({*leaving, *servers})
         if e.again:
             self.state.protection.refill = sorted({*self.state.protection.refill, *servers})

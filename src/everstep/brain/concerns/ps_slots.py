@@ -17,19 +17,19 @@ class PsSlotConcern(Concern):
 
     __slots__ = ()
 
-    def gone(self, seat: SlotRecord, at: float, reason: str, inputs: Inputs, failed: str) -> Out:
+    def gone(self, record: SlotRecord, at: float, reason: str, inputs: Inputs, failed: str) -> Out:
         """Others take over what it had; without protection its loss is the end, unless it held nothing. ``failed``: the
         error that it told of itself: a new one would tell the same."""
-        job, member = self.job, seat.member
-        if seat.stopping:
-            return self._ps_stopped(seat, at)
-        set_state(seat, MemberState.LOST, at)
+        job, member = self.job, record.member
+        if record.stopping:
+            return self._ps_stopped(record, at)
+        set_state(record, MemberState.LOST, at)
         job.ps_failures += 1
-        seat.losses += 1
-        seat.streak += 1
+        record.losses += 1
+        record.streak += 1
         out: Out = [Note(str(member.key), Decision("lost", reason, inputs))]
         if self.state.placement is None:
-            if not failed and may_restart(seat.streak, min(3, job.spec.max_restarts)):
+            if not failed and may_restart(record.streak, min(3, job.spec.max_restarts)):
                 why = Decision("restart", f"it was lost before it held anything: {reason}", inputs)
                 return out + self.concerns.processes.start(Role.PS, member.slot, at, why, replaces=True)
             return [*out, self.fail(4, f"{member.key} does not start: {reason}; see logs/ps-{member.slot}.log")]
@@ -37,29 +37,29 @@ class PsSlotConcern(Concern):
         self._refill(member.slot)
         if job.over or member.slot in self.state.protection.leaving or member.slot >= job.ps_wanted:
             return out
-        if not may_restart(seat.streak, job.spec.max_restarts):
+        if not may_restart(record.streak, job.spec.max_restarts):
             if not any(other.running for other in self.members.servers.values()):
                 error = (
-                    f"no ps is left that could serve: {member.key} was lost {seat.streak} times in a row (last: "
+                    f"no ps is left that could serve: {member.key} was lost {record.streak} times in a row (last: "
                     f"{reason}); gave up after max_restarts={job.spec.max_restarts}: see logs/ps-{member.slot}.log"
                 )
                 return [*out, self.fail(4, error)]
-            words = f"it was lost {seat.streak} times in a row (last: {reason}); the others go on without it"
+            words = f"it was lost {record.streak} times in a row (last: {reason}); the others go on without it"
             return [*out, Note(str(member.key), Decision("not started again", words, inputs))]
         why = Decision(
             "restart",
             f"it was lost: {reason}",
-            {**inputs, "in_a_row": seat.streak, "max_restarts": job.spec.max_restarts},
+            {**inputs, "in_a_row": record.streak, "max_restarts": job.spec.max_restarts},
             ("go on without it: the others hold its buckets, with less protection and memory",),
         )
         return out + self.concerns.processes.start(Role.PS, member.slot, at, why, replaces=True)
 
-    def _ps_stopped(self, seat: SlotRecord, at: float) -> Out:
+    def _ps_stopped(self, record: SlotRecord, at: float) -> Out:
         """A ps that had given everything away has ended."""
-        set_state(seat, MemberState.LEFT, at)
-        seat.stopping, slot = False, seat.member.slot
-        out: Out = [Note(str(seat.member.key), Decision("left", "others have all that it held"))]
-        leaving, node = self.state.protection.leaving, self.members.nodes.get(seat.member.node)
+        set_state(record, MemberState.LEFT, at)
+        record.stopping, slot = False, record.member.slot
+        out: Out = [Note(str(record.member.key), Decision("left", "others have all that it held"))]
+        leaving, node = self.state.protection.leaving, self.members.nodes.get(record.member.node)
         self._refill(slot)
         if slot in leaving and (slot >= self.job.ps_wanted or (node is not None and node.draining)):
             leaving.remove(slot)
@@ -125,13 +125,13 @@ class PsSlotConcern(Concern):
         if count != old:
             inputs: Inputs = {"from": old, "to": count}
             out.append(Note("", Decision("scale ps", f"asked for {count} instead of {old}", inputs)))
-        leaving[:] = [slot for slot, seat in sorted(servers.items()) if slot >= count and seat.running]
-        for slot, seat in servers.items():
+        leaving[:] = [slot for slot, record in sorted(servers.items()) if slot >= count and record.running]
+        for slot, record in servers.items():
             if slot >= count:
-                seat.waiting = False
-                if seat.member.state is MemberState.STARTING:  # it has nothing yet
-                    seat.stopping = True
-                    m, why = seat.member, Decision("stop", f"scaled in to {count} ps before it had joined")
+                record.waiting = False
+                if record.member.state is MemberState.STARTING:  # it has nothing yet
+                    record.stopping = True
+                    m, why = record.member, Decision("stop", f"scaled in to {count} ps before it had joined")
                     out.append(StopProcess(m.node, m.role, m.slot, m.incarnation, 0.0, why))
         wave = []
         rooms = self.concerns.processes.ps_rooms()

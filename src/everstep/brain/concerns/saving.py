@@ -9,11 +9,11 @@ from everstep.brain.events import (
     CheckpointCommitted,
     Event,
     Fenced,
-    ImagesWritten,
     JobResumed,
     Refused,
     Reply,
     ShardsConfirmed,
+    SnapshotsWritten,
 )
 from everstep.model.member import Role
 from everstep.model.reasons import CheckpointReason
@@ -27,7 +27,7 @@ class SavingConcern(Concern):
     def handlers(self) -> Handlers:
         return {
             CheckpointAsked: self._checkpoint_asked,
-            ImagesWritten: self._images_written,
+            SnapshotsWritten: self._snapshots_written,
             CheckpointCommitted: self._checkpoint_committed,
             ShardsConfirmed: self._shards_confirmed,
             JobResumed: self._job_resumed,
@@ -46,29 +46,29 @@ class SavingConcern(Concern):
             out += self.concerns.ending.finish_if_all_left(told.at)
         return [Reply(CheckpointBegun(checkpoints.numbers)), *out]
 
-    def _images_written(self, e: ImagesWritten, told: Event) -> Out:
-        seat = self.members.current(Role.PS, told.slot, told.incarnation)
-        if seat is None:
+    def _snapshots_written(self, e: SnapshotsWritten, told: Event) -> Out:
+        record = self.members.current(Role.PS, told.slot, told.incarnation)
+        if record is None:
             return [Reply(Fenced(f"ps:{told.slot} #{told.incarnation} was replaced"))]
         if self.job.over:
             return [OK]
         writing = self.checkpoints.writing
-        draft = writing.draft if writing is not None else None
-        if draft is not None and draft.replica is not None and draft.replica.origin != self.state.groups.origin:
+        partial = writing.partial if writing is not None else None
+        if partial is not None and partial.replica is not None and partial.replica.origin != self.state.groups.origin:
             return [
                 OK,
                 *self.checkpoints.give_up("every state was lost meanwhile; its replica is of steps that are void"),
             ]
         owned = set(self.state.placement.owned_by(told.slot)) if self.state.placement is not None else set()
         out: Out = [OK]
-        if draft is not None or not self.concerns.training.saves_all:  # (else it may lack what the replica will have)
+        if partial is not None or not self.concerns.training.saves_all:  # (else it may lack what the replica will have)
             out += self.checkpoints.take(
-                self.job, self.shards, told.at, told.slot, e.checkpoint, e.images, e.tables, e.error, owned
+                self.job, self.shards, told.at, told.slot, e.checkpoint, e.snapshots, e.tables, e.error, owned
             )
         return out + self.concerns.ending.finish_if_all_left(told.at)
 
     def _checkpoint_committed(self, e: CheckpointCommitted, told: Event) -> Out:
-        pinned = {number for _, number in self.state.placement.images} if self.state.placement is not None else set()
+        pinned = {number for _, number in self.state.placement.snapshots} if self.state.placement is not None else set()
         out = self.checkpoints.commit(self.job, self.shards, told.at, e.checkpoint, e.error, pinned)
         return out + self.concerns.ending.finish_if_all_left(told.at)
 

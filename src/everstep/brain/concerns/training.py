@@ -78,11 +78,11 @@ class Training(Concern):
 
     # ------------------------------------------------------------ processes
 
-    def in_step(self, seat: SlotRecord) -> bool:
+    def in_step(self, record: SlotRecord) -> bool:
         """Whether this process may be in the midst of a step that others need it for."""
         return False
 
-    def leaves_first(self, seat: SlotRecord) -> bool:
+    def leaves_first(self, record: SlotRecord) -> bool:
         """Whether this process has to leave those it trains with before it can be ended."""
         return False
 
@@ -90,40 +90,40 @@ class Training(Concern):
         """How long a worker may take to leave a node that goes within ``deadline_s``."""
         return deadline_s
 
-    def exited(self, seat: SlotRecord, e: ProcessExited) -> bool:
+    def exited(self, record: SlotRecord, e: ProcessExited) -> bool:
         """A process has ended: whether its script came to its end."""
-        return e.status == 0 and not seat.stopping
+        return e.status == 0 and not record.stopping
 
-    def said_done(self, seat: SlotRecord) -> bool:
+    def said_done(self, record: SlotRecord) -> bool:
         """Whether this process told that its script came to its end, with all data trained."""
         return False
 
-    def ended(self, seat: SlotRecord, clean: bool) -> None:
+    def ended(self, record: SlotRecord, clean: bool) -> None:
         """A process is no more, or is declared lost. ``clean``: it left by itself, as it was told to."""
 
-    def may_end(self, seat: SlotRecord) -> bool:
+    def may_end(self, record: SlotRecord) -> bool:
         """Whether a worker whose script has ended may go: nobody will need its state any more."""
         return True
 
-    def held_by(self, seat: SlotRecord) -> str:
+    def held_by(self, record: SlotRecord) -> str:
         """What this worker works on, for people."""
         return ""
 
     def lost(
-        self, seat: SlotRecord, at: float, reason: str, node_lost: bool, progress: tuple[tuple[LeaseNo, int], ...]
+        self, record: SlotRecord, at: float, reason: str, node_lost: bool, progress: tuple[tuple[LeaseNo, int], ...]
     ) -> Out:
         """A worker was lost: take its work back, and count the loss against what it worked on."""
         return []
 
-    def take_back(self, seat: SlotRecord, reason: str) -> Out:
+    def take_back(self, record: SlotRecord, reason: str) -> Out:
         """What this worker has is to be trained by others. ``reason`` "": say nothing."""
         return []
 
-    def confirm(self, seat: SlotRecord, lease: Lease) -> bool:
+    def confirm(self, record: SlotRecord, lease: Lease) -> bool:
         """Whether this lease, which the worker says it holds, is its own (from now on)."""
         return False
 
-    def loop_begins(self, seat: SlotRecord, dataset: Dataset, e: PlanRegistered) -> None:
+    def loop_begins(self, record: SlotRecord, dataset: Dataset, e: PlanRegistered) -> None:
         """A worker is at a loop over this dataset."""
 
     # ------------------------------------------------------------ checkpoints and tables
@@ -145,15 +145,15 @@ class Training(Concern):
         return False
 
     def saved_words(self) -> str:
-        """What a checkpoint has, for people; "": images of the buckets, and nothing else."""
+        """What a checkpoint has, for people; "": snapshots of the partitions, and nothing else."""
         return ""
 
     def resume(self, e: JobResumed) -> Out:
         """Begin with what a checkpoint has."""
         raise NotImplementedError
 
-    def why_ends(self, buckets: int) -> str:
-        """Why a worker must end, for people, where so many buckets are lost beyond their protection."""
+    def why_ends(self, partitions: int) -> str:
+        """Why a worker must end, for people, where so many partitions are lost beyond their protection."""
         raise NotImplementedError
 
     # ------------------------------------------------------------ plans of policies
@@ -185,7 +185,7 @@ class LeaseTraining(Training):
     __slots__ = ("_leases",)
 
     unit = "a shard"
-    rests = True  # images are of different moments, and what only some of them have would be done again
+    rests = True  # snapshots are of different moments, and what only some of them have would be done again
 
     def __init__(self, state: State, concerns: Concerns, leases: LeaseConcern) -> None:
         super().__init__(state, concerns)
@@ -201,7 +201,7 @@ class LeaseTraining(Training):
 
     def begun_words(self) -> str:
         spec = self.job.spec
-        return f"{spec.workers} workers, {spec.ps} ps, {spec.buckets} buckets"
+        return f"{spec.workers} workers, {spec.ps} ps, {spec.partitions} buckets"
 
     def progress(self) -> int:
         return self.shards.samples_done
@@ -218,25 +218,25 @@ class LeaseTraining(Training):
     def grace_s(self, deadline_s: float) -> float:
         return min(STOP_GRACE_S, deadline_s)
 
-    def held_by(self, seat: SlotRecord) -> str:
-        return ", ".join(self.shards.name(key) for key in seat.held)
+    def held_by(self, record: SlotRecord) -> str:
+        return ", ".join(self.shards.name(key) for key in record.held)
 
     def lost(
-        self, seat: SlotRecord, at: float, reason: str, node_lost: bool, progress: tuple[tuple[LeaseNo, int], ...]
+        self, record: SlotRecord, at: float, reason: str, node_lost: bool, progress: tuple[tuple[LeaseNo, int], ...]
     ) -> Out:
-        first = self.shards.leases[seat.held[0]] if seat.held and not node_lost else None
-        return self._leases.lost(seat, first, progress)
+        first = self.shards.leases[record.held[0]] if record.held and not node_lost else None
+        return self._leases.lost(record, first, progress)
 
-    def take_back(self, seat: SlotRecord, reason: str) -> Out:
-        return self._leases.drop_leases(seat, reason)
+    def take_back(self, record: SlotRecord, reason: str) -> Out:
+        return self._leases.drop_leases(record, reason)
 
-    def confirm(self, seat: SlotRecord, lease: Lease) -> bool:
-        return self._leases.confirm(seat, lease)
+    def confirm(self, record: SlotRecord, lease: Lease) -> bool:
+        return self._leases.confirm(record, lease)
 
-    def loop_begins(self, seat: SlotRecord, dataset: Dataset, e: PlanRegistered) -> None:
+    def loop_begins(self, record: SlotRecord, dataset: Dataset, e: PlanRegistered) -> None:
         if e.loop:
             dataset.said(e.loop, e.begin, e.until)
-            seat.loop = max(seat.loop, e.loop)
+            record.loop = max(record.loop, e.loop)
 
     def nothing_to_save(self) -> str:
         return "" if self.state.placement is not None else "the job has no parameters yet: not every ps has joined"
@@ -247,8 +247,8 @@ class LeaseTraining(Training):
     def resume(self, e: JobResumed) -> Out:
         return self.checkpoints.resume(self.job, self.shards, e.manifest, e.url, e.numbers)
 
-    def why_ends(self, buckets: int) -> str:
-        return f"{buckets} buckets begin empty: the first rows of its tables are due again"
+    def why_ends(self, partitions: int) -> str:
+        return f"{partitions} buckets begin empty: the first rows of its tables are due again"
 
     def cannot_follow(self, action: Action) -> str:
         consistency = self.job.spec.consistency
@@ -278,7 +278,7 @@ class GroupTraining(Training):
     def begun_words(self) -> str:
         spec = self.job.spec
         why = f"{spec.workers} workers, each with the whole model"
-        return f"{why} but its tables, {spec.ps} ps, {spec.buckets} buckets" if spec.ps else why
+        return f"{why} but its tables, {spec.ps} ps, {spec.partitions} buckets" if spec.ps else why
 
     def progress(self) -> int:
         return self.state.groups.step
@@ -291,36 +291,36 @@ class GroupTraining(Training):
         return self._groups.data_done() and self.duty.done
 
     def with_the_end(self) -> frozenset[Slot]:
-        seats = [s for s in self.members.workers.values() if s.member.state in _JOINED]
-        return frozenset(s.member.slot for s in seats if self._groups.has_state(s))
+        records = [s for s in self.members.workers.values() if s.member.state in _JOINED]
+        return frozenset(s.member.slot for s in records if self._groups.has_state(s))
 
-    def in_step(self, seat: SlotRecord) -> bool:
-        return self._groups.trains(seat)
+    def in_step(self, record: SlotRecord) -> bool:
+        return self._groups.trains(record)
 
-    def leaves_first(self, seat: SlotRecord) -> bool:
-        return self._groups.member(seat)
+    def leaves_first(self, record: SlotRecord) -> bool:
+        return self._groups.member(record)
 
-    def exited(self, seat: SlotRecord, e: ProcessExited) -> bool:
-        finished = super().exited(seat, e)
-        said = self._groups.said_done(seat) and not e.error  # (however it went then)
-        if said or (e.status == 0 and self._groups.ended_well(seat)):
-            finished, seat.stopping = True, False
-        self._group.ended(seat, e.status in _CLEAN_EXITS or (seat.stopping and e.status >= 0))
+    def exited(self, record: SlotRecord, e: ProcessExited) -> bool:
+        finished = super().exited(record, e)
+        said = self._groups.said_done(record) and not e.error  # (however it went then)
+        if said or (e.status == 0 and self._groups.ended_well(record)):
+            finished, record.stopping = True, False
+        self._group.ended(record, e.status in _CLEAN_EXITS or (record.stopping and e.status >= 0))
         return finished
 
-    def said_done(self, seat: SlotRecord) -> bool:
-        return self._groups.said_done(seat)
+    def said_done(self, record: SlotRecord) -> bool:
+        return self._groups.said_done(record)
 
-    def ended(self, seat: SlotRecord, clean: bool) -> None:
-        self._group.ended(seat, clean)
+    def ended(self, record: SlotRecord, clean: bool) -> None:
+        self._group.ended(record, clean)
 
-    def may_end(self, seat: SlotRecord) -> bool:
-        return self.concerns.group_ending.may_end(seat)
+    def may_end(self, record: SlotRecord) -> bool:
+        return self.concerns.group_ending.may_end(record)
 
     def lost(
-        self, seat: SlotRecord, at: float, reason: str, node_lost: bool, progress: tuple[tuple[LeaseNo, int], ...]
+        self, record: SlotRecord, at: float, reason: str, node_lost: bool, progress: tuple[tuple[LeaseNo, int], ...]
     ) -> Out:
-        if self._groups.member(seat) and not node_lost and (error := self._group.blame(seat, at, reason)):
+        if self._groups.member(record) and not node_lost and (error := self._group.blame(record, at, reason)):
             return [self.fail(4, error)]
         return []
 
@@ -341,7 +341,7 @@ class GroupTraining(Training):
     def lost_the_end(self) -> bool:
         writing = self.checkpoints.writing
         final = writing is not None and writing.reason is CheckpointReason.FINAL
-        return final and writing is not None and (writing.manifest or writing.draft) is None
+        return final and writing is not None and (writing.manifest or writing.partial) is None
 
     def saved_words(self) -> str:
         return replica_words(self.job.spec)
@@ -351,8 +351,8 @@ class GroupTraining(Training):
             self.checkpoints, self.job, self.shards, self._group.generations, e.manifest, e.url, e.numbers
         )
 
-    def why_ends(self, buckets: int) -> str:
-        return f"{buckets} buckets go back to what is older than its state"
+    def why_ends(self, partitions: int) -> str:
+        return f"{partitions} buckets go back to what is older than its state"
 
     def step(self) -> int:
         return self.state.groups.step

@@ -1,20 +1,21 @@
-"""Slow ps: how their buckets are divided, when they change hands, and what replacing one is worth.
+"""Slow ps: how their partitions are divided, when they change hands, and what replacing one is worth.
 
 Theory. A worker's request goes to all ps and lasts as long as its slowest part. So the best division makes all parts
-take equally long: ``pace * (fixed + work)``, where ``fixed`` is what any part costs, in buckets' worth of work. How
-much that is shows when buckets have moved, so the first division takes it for nothing and another one follows. All
-buckets that have to go are asked for at once (the brain moves so many at a time): each round costs windows to measure.
+take equally long: ``pace * (fixed + work)``, where ``fixed`` is what any part costs, in partitions' worth of work. How
+much that is shows when partitions have moved, so the first division takes it for nothing and another one follows. All
+partitions that have to go are asked for at once (the brain moves so many at a time): each round costs windows to
+measure.
 
-What is measured is the time of a part, and by its bytes whether it is more work than its buckets would be: so a ps of
-hot buckets is not called slow. A window in which buckets changed hands belongs to neither
+What is measured is the time of a part, and by its bytes whether it is more work than its partitions would be: so a ps
+of hot partitions is not called slow. A window in which partitions changed hands belongs to neither
 division, and says nothing.
 
 A move costs about what the workers wait while they open their shards anew: less than a window. Slowness that has
 lasted for ``patience`` windows is believed to last as long again, which pays for it; what is shorter is left alone.
-When a ps that gave buckets away answers long before the others, for as many windows, it gets some back. If that spell
-was short its patience is doubled, so a ps that is slow every now and then soon is left alone, too.
+When a ps that gave partitions away answers long before the others, for as many windows, it gets some back. If that
+spell was short its patience is doubled, so a ps that is slow every now and then soon is left alone, too.
 
-Where all readings jump (a machine that many share), each plan follows what is over when its buckets have arrived. So
+Where all readings jump (a machine that many share), each plan follows what is over when its partitions have arrived. So
 each is judged by the windows after it: if the division before it would have been about as fast, ``doubt`` doubles, and
 with it everybody's patience; else it halves. And a division that was worse than an even one for ten windows goes.
 """
@@ -27,26 +28,26 @@ from statistics import median
 
 import msgspec
 
-from everstep.ids import BucketId, Incarnation, Slot
+from everstep.ids import Incarnation, PartitionId, Slot
 from everstep.model.decision import Decision
 from everstep.model.observation import Observations, ServerSeen, WorkerSeen
-from everstep.model.plan import MoveBuckets, Plan
+from everstep.model.plan import MovePartitions, Plan
 from everstep.policies.stragglers.shares import even
 from everstep.policies.stragglers.slow import SlowVerdict, judge_servers
 
 Key = tuple[Slot, Incarnation]
 
-PATIENCE = 3  # windows: so long a ps must be slow, or answer early, before buckets move
+PATIENCE = 3  # windows: so long a ps must be slow, or answer early, before partitions move
 AGAIN = 2  # windows: the same, where they have just moved for that reason
 PATIENCE_MAX = 48
 DOUBT_MAX = 16.0  # times the patience
-SETTLE = 6  # windows in which no bucket changed hands: what was asked for and has not moved yet will not
+SETTLE = 6  # windows in which no partition changed hands: what was asked for and has not moved yet will not
 SPELL = 30  # windows: slowness that lasted longer was no moment
-TOLD = 32  # buckets that a decision names; the plan has all of them
+TOLD = 32  # partitions that a decision names; the plan has all of them
 KEPT = 10  # windows that are remembered of each ps
-HOT = 1.5  # times the work of as many buckets
+HOT = 1.5  # times the work of as many partitions
 TELLING = 1.5  # so many times more or less work shows what is fixed of a part
-FIXED_MAX = 4  # of a ps's even share of buckets
+FIXED_MAX = 4  # of a ps's even share of partitions
 WORTH = 1.08  # a division must make the slowest part of a request so many times faster
 LATE = 1.1  # of the others' time: who is slow and answers later holds up requests
 EARLY = 0.75  # of the others' time: who answers earlier could do more,
@@ -54,8 +55,8 @@ FEW = 0.85  # where it has less than so much of an even share
 
 
 class Record(msgspec.Struct, frozen=True):
-    """Remembers one process. ``parts``: of a request, by window, newest last: its seconds, and its work in buckets'
-    worth; ``clean``: how many of them were measured since buckets changed hands. ``late``, ``early``: for how many
+    """Remembers one process. ``parts``: of a request, by window, newest last: its seconds, and its work in partitions'
+    worth; ``clean``: how many of them were measured since partitions changed hands. ``late``, ``early``: for how many
     windows it has been so."""
 
     parts: tuple[tuple[float, float], ...] = ()
@@ -90,12 +91,12 @@ class Record(msgspec.Struct, frozen=True):
 
 
 class Servers(msgspec.Struct, frozen=True, kw_only=True):
-    """Is what the policy remembers of ps. ``owned``: buckets by ps at the last look. ``slow``: who was then.
-    ``patience``: where it is not the usual. ``relieved``: when who gave buckets away. ``wanted``: buckets by ps when
-    the moves that were asked for are done; ``waits``: windows for which to wait for that, from the last change on.
-    ``rounds``: how often buckets were asked to move. ``fixed``: of a part, in buckets' worth of work. ``before``:
-    buckets by ps before the last plan, until it is judged; ``doubt``: how often plans were wrong lately, so many times
-    the patience."""
+    """Is what the policy remembers of ps. ``owned``: partitions by ps at the last look. ``slow``: who was then.
+    ``patience``: where it is not the usual. ``relieved``: when who gave partitions away. ``wanted``: partitions by ps
+    when the moves that were asked for are done; ``waits``: windows for which to wait for that, from the last change on.
+    ``rounds``: how often partitions were asked to move. ``fixed``: of a part, in partitions' worth of work. ``before``:
+    partitions by ps before the last plan, until it is judged; ``doubt``: how often plans were wrong lately, so many
+    times the patience."""
 
     owned: dict[Slot, int] = {}
     records: dict[Key, Record] = {}
@@ -114,15 +115,15 @@ class Servers(msgspec.Struct, frozen=True, kw_only=True):
         return min(PATIENCE_MAX, int(self.doubt * self.patience.get(slot, PATIENCE)))
 
     def unsettled(self, v: SlowVerdict) -> bool:
-        """Whether buckets move, or may do so before long, because of this one. (One that answers early is not slow: of
-        its few buckets, each has much of what is fixed of a part.)"""
+        """Whether partitions move, or may do so before long, because of this one. (One that answers early is not slow:
+        of its few partitions, each has much of what is fixed of a part.)"""
         r = self.records[v.slot, v.incarnation]
         return self.waits > 0 or r.early > 0 or 0 < r.late <= self.windows(v.slot)
 
 
 class Look(msgspec.Struct, frozen=True):
-    """Is one window of the ps that have a reading. ``part_s``: of a request; ``work``: of it, in buckets' worth: of all
-    these ps together, as many as they have buckets."""
+    """Is one window of the ps that have a reading. ``part_s``: of a request; ``work``: of it, in partitions' worth: of
+    all these ps together, as many as they have partitions."""
 
     part_s: dict[Slot, float]
     work: dict[Slot, float]
@@ -134,11 +135,11 @@ class Look(msgspec.Struct, frozen=True):
 
 
 def look_at(servers: Sequence[ServerSeen]) -> Look:
-    """Work is buckets; of a ps of which much more or less than that goes in and out, it is that. (Not of every ps: in a
-    window of a few long steps, one may have been counted a step more than another.)"""
-    there = [s for s in servers if s.buckets > 0 and s.service_s > 0]
-    total, total_bytes = sum(s.buckets for s in there), sum(s.bytes_per_s for s in there)
-    work = {s.slot: float(s.buckets) for s in there}
+    """Work is partitions; of a ps of which much more or less than that goes in and out, it is that. (Not of every ps:
+    in a window of a few long steps, one may have been counted a step more than another.)"""
+    there = [s for s in servers if s.partitions > 0 and s.service_s > 0]
+    total, total_bytes = sum(s.partitions for s in there), sum(s.bytes_per_s for s in there)
+    work = {s.slot: float(s.partitions) for s in there}
     if all(s.bytes_per_s > 0 for s in there):
         found = {s.slot: total * s.bytes_per_s / total_bytes for s in there}
         work |= {slot: w for slot, w in found.items() if not work[slot] / HOT < w < work[slot] * HOT}
@@ -151,7 +152,7 @@ def watch(seen: Observations, state: Servers) -> tuple[tuple[SlowVerdict, ...], 
     if new & (state.patience.keys() | state.relieved.keys()):  # what its last process was like is nothing of its own
         patience, relieved = ({s: v for s, v in d.items() if s not in new} for d in (state.patience, state.relieved))
         state = msgspec.structs.replace(state, patience=patience, relieved=relieved)
-    owned = {s.slot: s.buckets for s in seen.servers}
+    owned = {s.slot: s.partitions for s in seen.servers}
     old = {(s.slot, s.incarnation): state.records.get((s.slot, s.incarnation), Record()) for s in seen.servers}
     if owned != state.owned:
         waits = SETTLE if state.waits and owned != state.wanted else 0
@@ -166,7 +167,7 @@ def watch(seen: Observations, state: Servers) -> tuple[tuple[SlowVerdict, ...], 
     for s in seen.servers:
         if s.slot in look.part_s:
             r, part_s, others_s = old[s.slot, s.incarnation], look.part_s[s.slot], look.others_s(s.slot)
-            late, early = part_s > LATE * others_s > 0, s.buckets < FEW * level and part_s < EARLY * others_s
+            late, early = part_s > LATE * others_s > 0, s.partitions < FEW * level and part_s < EARLY * others_s
             parts = (*r.parts, (part_s, look.work[s.slot]))[-KEPT:]
             records[s.slot, s.incarnation] = Record(
                 parts, r.clean + 1, r.late + 1 if late else 0, r.early + 1 if early else 0
@@ -193,7 +194,9 @@ def _judged(state: Servers, records: Mapping[Slot, Record]) -> Servers:
     return msgspec.structs.replace(state, before={}, doubt=doubt)
 
 
-def divide_buckets(seen: Observations, verdicts: Sequence[SlowVerdict], state: Servers) -> tuple[Plan | None, Servers]:
+def divide_partitions(
+    seen: Observations, verdicts: Sequence[SlowVerdict], state: Servers
+) -> tuple[Plan | None, Servers]:
     """Take work from a ps that has been slow for long enough, or give some back to one that could do more."""
     if len(verdicts) < 2 or state.waits:
         return None, state
@@ -203,7 +206,7 @@ def divide_buckets(seen: Observations, verdicts: Sequence[SlowVerdict], state: S
     sure = [v for v in verdicts if records[v.slot].clean >= AGAIN]
     late = [v for v in sure if records[v.slot].late >= patience[v.slot] and v.slow]
     early = [v for v in sure if records[v.slot].early >= patience[v.slot]]
-    have = {slot: s.buckets for slot, s in servers.items()}
+    have = {slot: s.partitions for slot, s in servers.items()}
     level = dict(zip(have, even(sum(have.values()), len(have)), strict=True))
     uneven = state.rounds > 0 and _slower(records, have, level, state.fixed) > WORTH  # (and it was not so before)
     if not late and not early and not uneven:
@@ -212,15 +215,15 @@ def divide_buckets(seen: Observations, verdicts: Sequence[SlowVerdict], state: S
     paces = dict.fromkeys(servers, median(v.normal_s for v in verdicts))
     for v in verdicts:
         paces[v.slot] = v.pace_s if v.slow or records[v.slot].early else v.normal_s
-    # a bucket of a ps whose buckets are hot is more than one bucket's worth of work
-    worth = {slot: records[slot].work() / s.buckets or 1.0 if s.buckets else 1.0 for slot, s in servers.items()}
+    # a partition of a ps whose partitions are hot is more than one partition's worth of work
+    worth = {slot: records[slot].work() / s.partitions or 1.0 if s.partitions else 1.0 for slot, s in servers.items()}
     part = {slot: (paces[slot] * state.fixed, paces[slot] * worth[slot]) for slot in servers}
     owners = transfers(servers, level if uneven else divided(sum(have.values()), part), state.rounds)
-    was = {bucket: slot for slot, s in servers.items() for bucket in s.owned}
+    was = {partition: slot for slot, s in servers.items() for partition in s.owned}
     wanted = dict(have)
-    for bucket, slot in owners.items():
+    for partition, slot in owners.items():
         wanted[slot] += 1
-        wanted[was[bucket]] -= 1
+        wanted[was[partition]] -= 1
     now_s, then_s = (max(part[s][0] + n * part[s][1] for s, n in counts.items()) for counts in (have, wanted))
     # (who answers early, may have as much as holds up nobody)
     if not owners or (not uneven and now_s < (WORTH if late else 1.0) * then_s):
@@ -243,12 +246,13 @@ def divide_buckets(seen: Observations, verdicts: Sequence[SlowVerdict], state: S
         windows = records[best.slot].early
         state = _well(seen, state, best.slot)
     inputs: dict[str, str | int | float | bool] = {
-        f"ps:{v.slot}": f"{paces[v.slot] * 1e3:.3g} ms, {servers[v.slot].buckets} to {wanted[v.slot]}" for v in verdicts
+        f"ps:{v.slot}": f"{paces[v.slot] * 1e3:.3g} ms, {servers[v.slot].partitions} to {wanted[v.slot]}"
+        for v in verdicts
     }
     inputs |= {"windows": windows, "faster": round(now_s / then_s, 3), "buckets": len(owners)}
     inputs |= {"fixed": round(state.fixed, 2)}
     inputs |= {f"bucket {b}": f"to ps:{slot}" for b, slot in list(owners.items())[:TOLD]}
-    plan = Plan(actions=(MoveBuckets(owners=owners),), decision=Decision(action, words, inputs, (rejected,)))
+    plan = Plan(actions=(MovePartitions(owners=owners),), decision=Decision(action, words, inputs, (rejected,)))
     state = msgspec.structs.replace(state, wanted=wanted, waits=SETTLE, rounds=state.rounds + 1, before=have)
     return plan, state
 
@@ -278,8 +282,8 @@ def _well(seen: Observations, state: Servers, slot: Slot) -> Servers:
 
 
 def divided(total: int, part_s: Mapping[Slot, tuple[float, float]]) -> dict[Slot, int]:
-    """Buckets by ps for a slowest part that is as fast as can be: one after the other goes to who has it done first.
-    ``part_s``: seconds of a part, and for each bucket. Every ps has one: what has none is never measured again."""
+    """Partitions by ps for a slowest part that is as fast as can be: one after the other goes to who has it done first.
+    ``part_s``: seconds of a part, and for each partition. Every ps has one: what has none is never measured again."""
     counts = dict.fromkeys(part_s, 1)
     ends = [(fixed_s + 2 * each_s, slot) for slot, (fixed_s, each_s) in part_s.items()]
     heapq.heapify(ends)
@@ -290,27 +294,29 @@ def divided(total: int, part_s: Mapping[Slot, tuple[float, float]]) -> dict[Slot
     return counts
 
 
-def transfers(servers: Mapping[Slot, ServerSeen], wanted: Mapping[Slot, int], rounds: int = 0) -> dict[BucketId, Slot]:
+def transfers(
+    servers: Mapping[Slot, ServerSeen], wanted: Mapping[Slot, int], rounds: int = 0
+) -> dict[PartitionId, Slot]:
     """Return the partitions that change hands, and to whom: as few as can be. ``rounds``: other ones each time, since
-    of a stripe's buckets only the first one may go where the plan says.
+    of a stripe's partitions only the first one may go where the plan says.
 
-    A ps that is closed to all that another one gives (it may keep the mirrors of all of it) gets buckets of a third
+    A ps that is closed to all that another one gives (it may keep the mirrors of all of it) gets partitions of a third
     one, which takes those."""
-    room = {slot: wanted[slot] - s.buckets for slot, s in servers.items()}
+    room = {slot: wanted[slot] - s.partitions for slot, s in servers.items()}
     closed = {slot: frozenset(s.closed) for slot, s in servers.items()}
     turned = {slot: _turned(s.owned, rounds) for slot, s in servers.items()}
-    out: dict[BucketId, Slot] = {}
+    out: dict[PartitionId, Slot] = {}
 
-    def first(giver: Slot, taker: Slot) -> BucketId | None:
+    def first(giver: Slot, taker: Slot) -> PartitionId | None:
         return next((b for b in turned[giver] if b not in out and b not in closed[taker]), None)
 
     for slot in sorted(s for s in room if room[s] < 0):
-        for bucket in turned[slot]:
-            open_to = [s for s in room if room[s] > 0 and bucket not in closed[s]]
+        for partition in turned[slot]:
+            open_to = [s for s in room if room[s] > 0 and partition not in closed[s]]
             if room[slot] == 0 or not open_to:
                 continue
-            out[bucket] = max(open_to, key=lambda s: (room[s], -s))
-            room[out[bucket]] -= 1
+            out[partition] = max(open_to, key=lambda s: (room[s], -s))
+            room[out[partition]] -= 1
             room[slot] += 1
         taken = dict.fromkeys(servers, 0)  # and passed on as many
         for target in sorted((s for s in room if room[s] > 0), key=lambda s: (-room[s], s)):
@@ -329,7 +335,7 @@ def transfers(servers: Mapping[Slot, ServerSeen], wanted: Mapping[Slot, int], ro
     return out
 
 
-def _turned(owned: tuple[BucketId, ...], rounds: int) -> tuple[BucketId, ...]:
+def _turned(owned: tuple[PartitionId, ...], rounds: int) -> tuple[PartitionId, ...]:
     turn = rounds % max(1, len(owned))
     return (*owned[turn:], *owned[:turn])
 

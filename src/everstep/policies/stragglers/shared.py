@@ -10,7 +10,7 @@ that pays by how often such changes lasted so far (``change_detector``): a hiccu
 
 Workers: shares by speed where steps are common; nothing for moments where each takes shards at its own pace. A worker
 that is slow in most of its windows is ended and started elsewhere, if that pays (``payoff``). Servers: one that stays
-slow gives buckets away until its time is everybody's (``servers``), and is replaced, if that pays.
+slow gives partitions away until its time is everybody's (``servers``), and is replaced, if that pays.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from everstep.model.observation import Observations, Pace, WorkerSeen
 from everstep.model.plan import Action, AdjustAccum, AdjustBatch, KillRestart, Plan
 from everstep.policies.stragglers.change_detector import Changes, Key, PolicyTrust, review, scored, step_s
 from everstep.policies.stragglers.payoff import restart_gain_s
-from everstep.policies.stragglers.servers import Servers, divide_buckets, replacing_saves_s, waited_share, watch
+from everstep.policies.stragglers.servers import Servers, divide_partitions, replacing_saves_s, waited_share, watch
 from everstep.policies.stragglers.shares import even, proportional
 from everstep.policies.stragglers.slow import SlowVerdict, judge
 
@@ -227,7 +227,7 @@ def _mend_server(
 ) -> tuple[Plan | None, SharedState]:
     """Move partitions first; who is slow nevertheless, or because the others do its work, is replaced where that
     pays."""
-    plan, servers = divide_buckets(seen, verdicts, state.servers)
+    plan, servers = divide_partitions(seen, verdicts, state.servers)
     state = msgspec.structs.replace(state, servers=servers)
     worst = max((v for v in verdicts if v.persistent), key=lambda v: (v.slowness, -v.slot), default=None)
     if plan is not None or worst is None or servers.unsettled(worst) or not _may_restart(seen, settings):

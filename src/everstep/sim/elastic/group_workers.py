@@ -19,9 +19,9 @@ from everstep.brain.events import (
 )
 from everstep.ids import Incarnation, Slot
 from everstep.model.group import Committed, Group, Mark
-from everstep.model.image import ImageFile, ReplicaImage
 from everstep.model.member import Role
 from everstep.model.reasons import LeaveReason
+from everstep.model.snapshot import CheckpointFile, ReplicaCopy
 
 if TYPE_CHECKING:
     from everstep.sim.elastic.virtual_job import VirtualJob, VirtualProcess
@@ -273,7 +273,7 @@ class GroupWorkers:
     def order(self, checkpoint: int, since: int) -> bool:
         job = self._job
         writing = job.brain.checkpoints.writing
-        if writing is not None and writing.draft is not None:
+        if writing is not None and writing.builder is not None:
             return False  # (now the ps write theirs)
         groups = job.brain.state.groups
         took_s = job.model.write_s(full=True)
@@ -293,5 +293,6 @@ class GroupWorkers:
         writer = next((w for w in alive if w is not None and w.alive), None)
         if writer is None:
             return
-        image = ReplicaImage(mark=mark, file=ImageFile(f"images/{checkpoint:06d}/replica-v", 1, ""), origin=origin)
-        job.tell(ReplicaWritten(checkpoint, image), by_worker(writer.slot, writer.incarnation))
+        file = CheckpointFile(f"images/{checkpoint:06d}/replica-v", 1, "")
+        copy = ReplicaCopy(mark=mark, file=file, origin=origin)
+        job.tell(ReplicaWritten(checkpoint, copy), by_worker(writer.slot, writer.incarnation))

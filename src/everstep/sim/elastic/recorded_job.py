@@ -20,7 +20,7 @@ from everstep.brain.events import (
     InstructionType,
     NodeJoined,
     Ok,
-    OrderImages,
+    OrderSnapshots,
     PublishGroup,
     Reply,
     ShardAsked,
@@ -33,7 +33,7 @@ from everstep.ids import Incarnation, LeaseNo, NodeId, Slot
 from everstep.model.capacity import CapacityStep
 from everstep.model.member import Role
 from everstep.monitor.node_costs import merged
-from everstep.policies.draft import How
+from everstep.policies.placement_builder import How
 from everstep.sim.elastic.job_model import Figure, MeasuredJob
 from everstep.sim.elastic.virtual_job import Work
 from everstep.storage.journal import read_journal
@@ -117,7 +117,7 @@ class RecordedJob:
         if folding and not self._rebuilding:
             self._rebuild, self._rebuilding = at, folding
         elif not folding and self._rebuilding:
-            self._rebuilds.append((at - self._rebuild, self._rebuilding / self.brain.job.spec.buckets))
+            self._rebuilds.append((at - self._rebuild, self._rebuilding / self.brain.job.spec.partitions))
             self._rebuilding = 0
 
     def _begins(self, life: Life, at: float) -> None:
@@ -132,7 +132,7 @@ class RecordedJob:
                 self._sizes[group.generation] = group.size
                 if group.lost and group.origin < group.generation and not group.hold:
                     self._lost.setdefault(group.generation, at)
-            case OrderImages(checkpoint=number):
+            case OrderSnapshots(checkpoint=number):
                 self._ordered_at.setdefault(number, at)
             case _:
                 pass

@@ -33,7 +33,7 @@ from everstep.brain.events import (
     MemberJoined,
     NodeJoined,
     Note,
-    OrderImages,
+    OrderSnapshots,
     ProcessExited,
     PublishGroup,
     PublishPlacement,
@@ -48,11 +48,11 @@ from everstep.config.every import parse_every
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.capacity import RETURNS_A_LIFE, CapacityStep, Gone, Grant, Market, Warned
-from everstep.model.image import Holdings
 from everstep.model.member import Address, Role
 from everstep.model.placement import Placement
 from everstep.model.reasons import CheckpointReason
 from everstep.model.shard import ShardSchedule
+from everstep.model.snapshot import Holdings
 from everstep.monitor.node_costs import MachineSpan
 from everstep.platforms.fleet import (
     Fleet,
@@ -311,7 +311,7 @@ class VirtualJob:
                 self.workers.placed()
             case PublishGroup():
                 self.workers.published(one)
-            case OrderImages(checkpoint, since):
+            case OrderSnapshots(checkpoint, since):
                 if not self.workers.order(checkpoint, since):
                     self.ps.order(checkpoint, since)
             case CommitManifest(manifest):

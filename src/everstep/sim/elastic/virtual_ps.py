@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from everstep.brain.events import BucketsReady, ImagesWritten, MirrorsReady, by_ps
-from everstep.ids import BucketId, Incarnation, ShardKey, Slot
-from everstep.model.image import BucketImage
+from everstep.brain.events import MirrorsReady, PartitionsReady, SnapshotsWritten, by_ps
+from everstep.ids import Incarnation, PartitionId, ShardKey, Slot
 from everstep.model.placement import MirrorKind, Placement
 from everstep.model.reasons import Arrival
 from everstep.model.shard import shard_key, split_key
-from everstep.policies.draft import How
+from everstep.model.snapshot import PartitionSnapshot
+from everstep.policies.placement_builder import How
 
 if TYPE_CHECKING:
     from everstep.sim.elastic.virtual_job import VirtualJob, VirtualProcess
@@ -30,7 +30,7 @@ class VirtualPs:
 
     def __init__(self, job: VirtualJob) -> None:
         self._job = job
-        self._asked: set[tuple[int, int]] = set()  # (mirror, 0), or (bucket, version that gave it)
+        self._asked: set[tuple[int, int]] = set()  # (mirror, 0), or (partition, version that gave it)
         self._free_at: dict[tuple[Slot, Incarnation], float] = {}
         self._slow = 1.0
 
@@ -38,22 +38,22 @@ class VirtualPs:
         """There is a new map: each ps gets what it lacks."""
         job = self._job
         now, model, spec = job.kernel.now, job.model, job.spec
-        one = 1.0 / spec.buckets
+        one = 1.0 / spec.partitions
         missing = job.brain.state.protection.missing
         width = job.brain.keeper.code.k
         for place in placement.servers:
             life = (place.slot, place.incarnation)
-            for bucket, pending in missing.items():
-                if placement.owner[bucket] != place.slot or (-1 - bucket, pending.version) in self._asked:
+            for partition, pending in missing.items():
+                if placement.owner[partition] != place.slot or (-1 - partition, pending.version) in self._asked:
                     continue
-                self._asked.add((-1 - bucket, pending.version))
+                self._asked.add((-1 - partition, pending.version))
                 took_s = 0.0
                 if pending.how is How.FOLD:
                     took_s = model.build_s(one * width)
                 elif pending.how is How.LOAD:
                     took_s = model.restore_s * one
                 at = self._free_at[life] = max(now + 0.01, self._free_at.get(life, 0.0)) + took_s
-                job.kernel.at(at, self._whole, life, placement.version, bucket, _ARRIVALS[pending.how])
+                job.kernel.at(at, self._whole, life, placement.version, partition, _ARRIVALS[pending.how])
             built = 0.0
             ids = []
             for mirror in placement.mirrors_at(place.slot):
@@ -66,8 +66,8 @@ class VirtualPs:
                 job.kernel.at(at, self._mirrored, life, tuple(ids))
         self._see_speed()
 
-    def _whole(self, life: tuple[Slot, Incarnation], version: int, bucket: BucketId, how: Arrival) -> None:
-        self._job.tell(BucketsReady(version, (bucket,), how), by_ps(*life))
+    def _whole(self, life: tuple[Slot, Incarnation], version: int, partition: PartitionId, how: Arrival) -> None:
+        self._job.tell(PartitionsReady(version, (partition,), how), by_ps(*life))
         self._see_speed()
 
     def _mirrored(self, life: tuple[Slot, Incarnation], ids: tuple[int, ...]) -> None:
@@ -107,7 +107,7 @@ class VirtualPs:
             self._job.workers.speed(1.0)
 
     def _marks(self) -> tuple[tuple[ShardKey, int], ...]:
-        """Return what each bucket has of shards that are done or open."""
+        """Return what each partition has of shards that are done or open."""
         shards, groups = self._job.brain.shards, self._job.brain.state.groups
         marks: list[tuple[ShardKey, int]] = []
         for key in shards.releasing:
@@ -129,8 +129,8 @@ class VirtualPs:
         writing, placement = job.brain.checkpoints.writing, job.placement
         if writing is None or writing.number != checkpoint or placement is None:
             return
-        images = tuple(
-            BucketImage(bucket=bucket, seq=checkpoint, fingerprint=0, watermarks=marks, files=())
-            for bucket in placement.owned_by(life[0])
+        snapshots = tuple(
+            PartitionSnapshot(partition=partition, seq=checkpoint, fingerprint=0, watermarks=marks, files=())
+            for partition in placement.owned_by(life[0])
         )
-        job.tell(ImagesWritten(checkpoint, images), by_ps(*life))
+        job.tell(SnapshotsWritten(checkpoint, snapshots), by_ps(*life))

@@ -3,8 +3,8 @@ of pages.
 
     "EVSIMG\\r\\n" | u16 version | u16 0 | u32 crc32 of the 12 bytes before
     sections:  u32 kind | u32 number | u64 bytes | u32 crc32 of the payload | u32 crc32 of the 20 bytes before | payload
-      0 HEAD   msgpack of ImageHead
-      1 MARKS  the bucket's marks as the store gives them (a blob of kind MARKS)
+      0 HEAD   msgpack of SnapshotHead
+      1 MARKS  the partition's marks as the store gives them (a blob of kind MARKS)
       n PAGES  u32 table, pages, page_bits, head_bytes, record_bytes, page_bytes; (u32 page number, u32 bytes) of each;
                then the bytes of each without the zeros at its end
       n ROWS   u32 table, rows, page_bits, head_bytes, record_bytes, page_bytes; u32 slots; used bits; i64 keys; records
@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 
 from everstep.bounds import MALFORMED
 from everstep.errors import CheckpointError, StorageError
-from everstep.ids import BucketId
-from everstep.model.image import ImageFile
+from everstep.ids import PartitionId
+from everstep.model.snapshot import CheckpointFile
 from everstep.model.table import TableSpec
 
 MAGIC = b"EVSIMG\r\n"
@@ -46,20 +46,20 @@ class _SnapshotKind:
     HEAD, MARKS, PAGE, END, ROWS = 1, 2, 3, 4, 5
 
 
-class ImageHead(msgspec.Struct, frozen=True, kw_only=True):
+class SnapshotHead(msgspec.Struct, frozen=True, kw_only=True, rename={"partition": "bucket", "partitions": "buckets"}):
     """Says what the file is part of. ``base``: all pages are in it, else those that changed since the file before
     it."""
 
     job: str
-    bucket: BucketId
+    partition: PartitionId
     checkpoint: int
     base: bool
     seq: int
-    buckets: int  # of the job
+    partitions: int  # of the job
     tables: tuple[TableSpec, ...]
 
 
-_image_head_decoder = msgspec.msgpack.Decoder(ImageHead)
+_snapshot_head_decoder = msgspec.msgpack.Decoder(SnapshotHead)
 
 
 class PageLayout(NamedTuple):
@@ -135,7 +135,7 @@ class MarksBlob(bytes):
     """Is the blob of marks, in a type of its own."""
 
 
-Part = ImageHead | MarksBlob | Pages | Rows
+Part = SnapshotHead | MarksBlob | Pages | Rows
 
 
 def checksum() -> blake2b:
@@ -143,7 +143,7 @@ def checksum() -> blake2b:
     return blake2b(digest_size=16)
 
 
-class ImageFileWriter:
+class SnapshotFileWriter:
     """Writes the sections in order: ``head``, ``marks``, any number of ``pages``, ``end``. ``write`` takes the bytes;
     its errors pass through."""
 
@@ -155,7 +155,7 @@ class ImageFileWriter:
         start = _FILE.pack(MAGIC, VERSION, 0, 0)[:12]
         self._put(start + struct.pack("<I", zlib.crc32(start)))
 
-    def head(self, head: ImageHead) -> None:
+    def head(self, head: SnapshotHead) -> None:
         self._section(_SnapshotKind.HEAD, [msgspec.msgpack.encode(head)])
 
     def marks(self, blob: bytes) -> None:
@@ -184,9 +184,9 @@ class ImageFileWriter:
     def end(self) -> None:
         self._section(_SnapshotKind.END, [])
 
-    def image_file(self, path: str) -> ImageFile:
+    def checkpoint_file(self, path: str) -> CheckpointFile:
         """What the manifest says of the file, once it is complete."""
-        return ImageFile(path, self.size_bytes, self._hash.hexdigest())
+        return CheckpointFile(path, self.size_bytes, self._hash.hexdigest())
 
     def _section(self, kind: int, pieces: list[bytes]) -> None:
         payload = b"".join(pieces)
@@ -202,7 +202,7 @@ class ImageFileWriter:
         self.size_bytes += len(data)
 
 
-def read_image_file(file: BinaryIO, name: str, expected: ImageFile | None = None) -> Iterator[Part]:
+def read_snapshot_file(file: BinaryIO, name: str, expected: CheckpointFile | None = None) -> Iterator[Part]:
     """The parts of a file in order: the head, the marks, then pages, each checked before it is handed out.
 
     Raises CheckpointError, one line that names the file and what is wrong, also at the end if its length or checksum is
@@ -216,7 +216,7 @@ def read_image_file(file: BinaryIO, name: str, expected: ImageFile | None = None
         match (number, kind):
             case (0, _SnapshotKind.HEAD):
                 try:
-                    yield _image_head_decoder.decode(payload)
+                    yield _snapshot_head_decoder.decode(payload)
                 except MALFORMED as error:
                     raise CheckpointError(f"{name}: its head cannot be read: {error}") from None
             case (1, _SnapshotKind.MARKS):
@@ -269,7 +269,7 @@ class Reader:
             raise CheckpointError(f"{self._name} was cut: it ends after {self.size_bytes} bytes, inside {what}")
         return data
 
-    def end(self, expected: ImageFile | None) -> None:
+    def end(self, expected: CheckpointFile | None) -> None:
         """Nothing follows, and it was the file that the manifest means."""
         if self.some(1):
             raise CheckpointError(f"{self._name} goes on after its end")

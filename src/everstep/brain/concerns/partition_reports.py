@@ -1,21 +1,21 @@
-"""What ps tell of buckets and mirrors: what is whole there, torn, or cannot be had."""
+"""What ps tell of partitions and mirrors: what is whole there, torn, or cannot be had."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from everstep.brain.concerns.bucket_facts import BucketPart
-from everstep.brain.events import BucketsReady, InstructionType, LoadFailed, MirrorsReady, Note
+from everstep.brain.concerns.partition_facts import PartitionPart
+from everstep.brain.events import InstructionType, LoadFailed, MirrorsReady, Note, PartitionsReady
 from everstep.brain.protection import Inputs
-from everstep.ids import BucketId, Slot
+from everstep.ids import PartitionId, Slot
 from everstep.model.decision import Decision
-from everstep.model.image import Holdings
 from everstep.model.reasons import Arrival
+from everstep.model.snapshot import Holdings
 from everstep.policies.hot import HotMove
 from everstep.policies.stripes import StripeLayout
 
 
-class BucketReports(BucketPart):
+class PartitionReports(PartitionPart):
     """Keeps what is where, and takes wishes for other places."""
 
     __slots__ = ()
@@ -31,40 +31,40 @@ class BucketReports(BucketPart):
         return bool(news)
 
     def covers(self) -> list[InstructionType]:
-        """What may be released when every bucket has all its mirrors for the first time: until then its ps may take it
-        with it, and it must be possible to train all of it again."""
+        """What may be released when every partition has all its mirrors for the first time: until then its ps may take
+        it with it, and it must be possible to train all of it again."""
         if self.checkpoints.covered or self.books.placement is None or self.books.missing:
             return []
-        draft = self.facts.draft()
-        rows = draft.rows()
-        wanted = [(j, r) for j in range(draft.stripes) for r in range(draft.code.m)]
-        if not all(any(m.id in draft.ready for m in rows.get(w, ())) for w in wanted):
+        builder = self.facts.builder()
+        rows = builder.rows()
+        wanted = [(j, r) for j in range(builder.stripes) for r in range(builder.code.m)]
+        if not all(any(m.id in builder.ready for m in rows.get(w, ())) for w in wanted):
             return []
         return self.checkpoints.cover(self.job, self.shards)
 
-    def buckets_ready(self, slot: Slot, version: int, buckets: Iterable[BucketId]) -> list[BucketId]:
+    def partitions_ready(self, slot: Slot, version: int, partitions: Iterable[PartitionId]) -> list[PartitionId]:
         """Those that are news. ``version``: of the placement that gave them, or a later one."""
         placement, missing = self.books.placement, self.books.missing
         if placement is None:
             return []
-        news = [b for b in buckets if b in missing and placement.owner[b] == slot and version >= missing[b].version]
-        for bucket in news:
-            del missing[bucket]
+        news = [b for b in partitions if b in missing and placement.owner[b] == slot and version >= missing[b].version]
+        for partition in news:
+            del missing[partition]
         return news
 
     def holds(self, slot: Slot, holds: Holdings) -> None:
         """What a ps said in its hello."""
         self.mirrors_ready(slot, holds.mirrors)
-        self.buckets_ready(slot, holds.placement, holds.buckets)
+        self.partitions_ready(slot, holds.placement, holds.partitions)
 
-    def told(self, slot: Slot, e: MirrorsReady | BucketsReady) -> list[InstructionType]:
+    def told(self, slot: Slot, e: MirrorsReady | PartitionsReady) -> list[InstructionType]:
         """A ps tells what is whole there."""
         if isinstance(e, MirrorsReady):
             self.mirrors_ready(slot, e.mirrors)
             return self._torn(slot, e)
         if e.how is Arrival.STUCK:
             return self._stuck(slot, e)
-        news = self.buckets_ready(slot, e.placement, e.buckets)
+        news = self.partitions_ready(slot, e.placement, e.partitions)
         if not news:
             return []
         if self.books.missing:
@@ -85,15 +85,15 @@ class BucketReports(BucketPart):
         why = Decision("mirrors torn", words, {"mirrors": len(news)}, ("go on with them: they would give wrong rows",))
         return [Note(f"ps:{slot}", why)]
 
-    def _stuck(self, slot: Slot, e: BucketsReady) -> list[InstructionType]:
-        """A ps has no way to get buckets: they are taken for lost there, if that is about what was last ordered."""
+    def _stuck(self, slot: Slot, e: PartitionsReady) -> list[InstructionType]:
+        """A ps has no way to get partitions: they are taken for lost there, if that is about what was last ordered."""
         placement, missing = self.books.placement, self.books.missing
         if placement is None:
             return []
         stuck = self.books.stuck = sorted(
             b
-            for b in set(e.buckets)
-            if 0 <= b < placement.buckets
+            for b in set(e.partitions)
+            if 0 <= b < placement.partitions
             and placement.owner[b] == slot
             and e.placement >= (missing[b].version if b in missing else placement.version)
         )
@@ -104,21 +104,21 @@ class BucketReports(BucketPart):
         return [Note(f"ps:{slot}", why)]
 
     def load_failed(self, slot: Slot, e: LoadFailed) -> list[InstructionType]:
-        """A ps could not load a bucket: it is taken for lost there, if that is about what was last ordered."""
-        if (e.bucket, e.checkpoint) not in self.facts.loading(slot, e.placement):
+        """A ps could not load a partition: it is taken for lost there, if that is about what was last ordered."""
+        if (e.partition, e.checkpoint) not in self.facts.loading(slot, e.placement):
             return []
-        self.books.stuck = sorted({*self.books.stuck, e.bucket})
+        self.books.stuck = sorted({*self.books.stuck, e.partition})
         return self.checkpoints.load_failed(e.checkpoint, f"ps:{slot}", e.error)
 
     def spread(self, moves: Iterable[HotMove]) -> list[HotMove]:
-        """Want these buckets elsewhere; those for which it is possible."""
+        """Want these partitions elsewhere; those for which it is possible."""
         done: list[HotMove] = []
         for move in moves:
             layout = self.books.layout
             assert layout is not None
-            if self.facts.may_move(move.bucket, move.target) and layout.owner[move.bucket] == move.source:
+            if self.facts.may_move(move.partition, move.target) and layout.owner[move.partition] == move.source:
                 owner = list(layout.owner)
-                owner[move.bucket] = move.target
+                owner[move.partition] = move.target
                 self.books.layout = StripeLayout(tuple(owner), layout.sites)
                 done.append(move)
         return done

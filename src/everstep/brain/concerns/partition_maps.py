@@ -1,45 +1,45 @@
-"""The map of buckets: the first one, and each next one, after losses, moves, and ps that come and leave."""
+"""The map of partitions: the first one, and each next one, after losses, moves, and ps that come and leave."""
 
 from __future__ import annotations
 
 import msgspec
 
-from everstep.brain.concerns.bucket_facts import BucketFacts, BucketPart
+from everstep.brain.concerns.partition_facts import PartitionFacts, PartitionPart
 from everstep.brain.events import InstructionType, Note, PublishPlacement
 from everstep.brain.placement import Acks, places_of
 from everstep.brain.protection import Inputs
-from everstep.ids import BucketId, Incarnation, ShardKey
+from everstep.ids import Incarnation, PartitionId, ShardKey
 from everstep.model.decision import Decision
 from everstep.model.member import MemberState
 from everstep.model.placement import Placement
 from everstep.policies.domains import layout_words
-from everstep.policies.draft import Draft, How, Pending
 from everstep.policies.moves import MoveSteps, advance, under_way
+from everstep.policies.placement_builder import How, Pending, PlacementBuilder
 from everstep.policies.recovery import Recovered, begin_again, recover
 from everstep.policies.stripes import StripeLayout, arrange
 
 MAPS_REMEMBERED = 16
 
 
-class BucketMaps(BucketPart):
+class PartitionMaps(PartitionPart):
     """Makes the next placement out of what is known."""
 
     __slots__ = ("_ahead",)
 
-    def __init__(self, facts: BucketFacts, ahead: bool) -> None:
-        """``ahead``: workers have a state of their own, which must not be newer than the buckets."""
+    def __init__(self, facts: PartitionFacts, ahead: bool) -> None:
+        """``ahead``: workers have a state of their own, which must not be newer than the partitions."""
         super().__init__(facts)
         self._ahead = ahead
 
     def first(self) -> list[InstructionType]:
-        """All ps have joined: place buckets and mirrors."""
-        books, code, buckets = self.books, self.facts.code, self.job.spec.buckets
+        """All ps have joined: place partitions and mirrors."""
+        books, code, partitions = self.books, self.facts.code, self.job.spec.partitions
         places = places_of(self.facts.servers())
         slots = [p.slot for p in places]
         books.sites = self.facts.sites(slots)
-        layout = arrange(code, buckets, slots, limits=self.facts.limits())
-        images = self.checkpoints.first_images(buckets)
-        draft = Draft(
+        layout = arrange(code, partitions, slots, limits=self.facts.limits())
+        snapshots = self.checkpoints.first_snapshots(partitions)
+        builder = PlacementBuilder(
             code=code,
             version=1,
             routing=1,
@@ -47,24 +47,26 @@ class BucketMaps(BucketPart):
             owner=list(layout.owner),
             mirrors=[],
             ready=set(),
-            missing={b: Pending(1, How.LOAD) for b, _ in images},
-            images=dict(images) or {BucketId(b): 0 for b in range(buckets)},
+            missing={b: Pending(1, How.LOAD) for b, _ in snapshots},
+            snapshots=dict(snapshots) or {PartitionId(b): 0 for b in range(partitions)},
             next_id=1,
         )
-        advance(draft, layout, first=True)
-        if draft.missing:  # of a resumed job the mirrors follow when the buckets are loaded
-            books.missing = draft.missing
+        advance(builder, layout, first=True)
+        if builder.missing:  # of a resumed job the mirrors follow when the partitions are loaded
+            books.missing = builder.missing
         books.layout, books.over = layout, tuple(slots)
-        books.mirrors = draft.next_id - 1
+        books.mirrors = builder.next_id - 1
         placement = Placement(
-            1, tuple(draft.owner), places, 1, tuple(draft.mirrors), tuple(sorted(draft.images.items()))
+            1, tuple(builder.owner), places, 1, tuple(builder.mirrors), tuple(sorted(builder.snapshots.items()))
         )
         books.placement = placement
         self.checkpoints.covered = not code.m
         self._remember_map()
         words = f"all {len(slots)} ps have joined; bucket b goes to ps b mod {len(slots)}"
         if code.m:
-            words = f"all {len(slots)} ps have joined; {buckets} buckets in {code.stripes(buckets)} stripes of {code}"
+            words = (
+                f"all {len(slots)} ps have joined; {partitions} buckets in {code.stripes(partitions)} stripes of {code}"
+            )
         return [PublishPlacement(placement, Decision("place buckets", words)), *self._say_cover()]
 
     def _say_cover(self) -> list[InstructionType]:
@@ -92,13 +94,13 @@ class BucketMaps(BucketPart):
             self._cost()  # also where the map itself has to wait for somebody
         if any(self.facts.on_its_way_back(p) for p in placement.servers):
             return []
-        draft = self.facts.draft()
+        builder = self.facts.builder()
         if trusted:
-            dead -= draft.living
-        reborn = dead & draft.living
-        draft.living -= reborn  # what they had is gone; first everybody else is asked for it
-        cut_off = any(p.how is How.HAND_OVER and p.source in dead for p in draft.missing.values())
-        recovered = recover(draft, self.facts.image_of)
+            dead -= builder.living
+        reborn = dead & builder.living
+        builder.living -= reborn  # what they had is gone; first everybody else is asked for it
+        cut_off = any(p.how is How.HAND_OVER and p.source in dead for p in builder.missing.values())
+        recovered = recover(builder, self.facts.snapshot_of)
         books.stuck = []
         books.went_back |= bool(recovered.lost or recovered.behind)
         if recovered.lost:
@@ -107,21 +109,22 @@ class BucketMaps(BucketPart):
                 return []
             if self._workers_end(recovered.lost):
                 return []
-            begin_again(draft, recovered)
+            begin_again(builder, recovered)
         elif self._ahead and recovered.behind and self._workers_end(recovered.behind):
             return []  # nobody has the gradients of what they lack: all go back to the newest checkpoint
         books.gone, books.ending = [], []
-        draft.living |= reborn
-        out = self._losses(recovered) if recovered.buckets or cut_off else []
+        builder.living |= reborn
+        out = self._losses(recovered) if recovered.partitions or cut_off else []
         steps = MoveSteps()
-        if draft.living:
-            books.layout = self._layout(draft, recovered, out)
-            steps = advance(draft, books.layout)
-        self._publish(draft, recovered, steps, why, out)
+        if builder.living:
+            books.layout = self._layout(builder, recovered, out)
+            steps = advance(builder, books.layout)
+        self._publish(builder, recovered, steps, why, out)
         return out
 
-    def _workers_end(self, lost: list[BucketId]) -> bool:
-        """Whether workers must end before the buckets ``lost`` begin empty: all that were there when they were lost."""
+    def _workers_end(self, lost: list[PartitionId]) -> bool:
+        """Whether workers must end before the partitions ``lost`` begin empty: all that were there when they were
+        lost."""
         books, workers = self.books, self.members.workers
         if not set(lost) <= set(books.gone):
             there = [s.member for s in workers.values() if s.running and s.member.state is not MemberState.STARTING]
@@ -130,51 +133,51 @@ class BucketMaps(BucketPart):
         books.ending = [
             (slot, incarnation)
             for slot, incarnation in books.ending
-            if (seat := workers.get(slot)) is not None and seat.running and seat.member.incarnation == incarnation
+            if (record := workers.get(slot)) is not None and record.running and record.member.incarnation == incarnation
         ]
         return bool(books.ending)
 
     def _cost(self) -> None:
-        """A loss cost something: no acknowledgement by a map from before it counts, whoever gave it. (A bucket may have
-        been where it is now, and back, and lack what it had then.)"""
+        """A loss cost something: no acknowledgement by a map from before it counts, whoever gave it. (A partition may
+        have been where it is now, and back, and lack what it had then.)"""
         assert self.books.placement is not None
         self.books.maps.clear()
         self.books.counts_from = self.books.placement.version + 1
 
-    def _layout(self, draft: Draft, recovered: Recovered, out: list[InstructionType]) -> StripeLayout:
-        """The wanted layout: the one before, unless ps came, left or died, are elsewhere now, or buckets are."""
+    def _layout(self, builder: PlacementBuilder, recovered: Recovered, out: list[InstructionType]) -> StripeLayout:
+        """The wanted layout: the one before, unless ps came, left or died, are elsewhere now, or partitions are."""
         books = self.books
         assert books.layout is not None
-        staying = draft.living - set(books.leaving) - self.facts.early() or draft.living
+        staying = builder.living - set(books.leaving) - self.facts.early() or builder.living
         sites = self.facts.sites(staying)
         same = tuple(sorted(staying)) == books.over and sites == (books.sites or sites)  # (an older journal has none)
         apart = {(s.machine, s.zone) for s in sites} != {(s.machine, s.zone) for s in books.sites or sites}
         books.sites = sites
-        if same and not recovered.buckets:
+        if same and not recovered.partitions:
             return books.layout
         owner = list(books.layout.owner)
-        for bucket in recovered.buckets:
-            owner[bucket] = draft.owner[bucket]
+        for partition in recovered.partitions:
+            owner[partition] = builder.owner[partition]
         books.over = tuple(sorted(staying))
         if apart:
             out += self._say_cover()
         old = StripeLayout(tuple(owner), books.layout.sites)
-        return arrange(draft.code, len(owner), books.over, old, self.facts.limits())
+        return arrange(builder.code, len(owner), books.over, old, self.facts.limits())
 
     def _losses(self, recovered: Recovered) -> list[InstructionType]:
-        """Reopen the done shards that some bucket may lack."""
+        """Reopen the done shards that some partition may lack."""
         eager = self.job.spec.protect == "eager"
         keys: list[ShardKey] = []
         if recovered.taken_back or recovered.begun or eager:
             keys = list(self.shards.releasing)
         elif recovered.loaded and (newest := self.checkpoints.newest) is not None:
-            images = [image for image in newest.images if image.bucket in set(recovered.loaded)]
-            keys = list(self.shards.lacking(images))
+            snapshots = [snapshot for snapshot in newest.snapshots if snapshot.partition in set(recovered.loaded)]
+            keys = list(self.shards.lacking(snapshots))
         if not (recovered.behind or eager):
             return []
         self._cost()
         samples = self.shards.reopen_done(keys)
-        out = self.checkpoints.disown(recovered.buckets if eager else recovered.behind)
+        out = self.checkpoints.disown(recovered.partitions if eager else recovered.behind)
         inputs: Inputs = {"buckets": len(recovered.behind), "shards": len(keys), "samples": samples}
         what = f"{len(keys)} done shards ({samples} samples) are opened again"
         if recovered.begun:
@@ -185,42 +188,44 @@ class BucketMaps(BucketPart):
             return [*out, Note("", Decision("begin buckets again", words, inputs))]
         if recovered.loaded:
             newest = self.checkpoints.newest
-            image = newest.checkpoint if newest is not None else 0
-            inputs["checkpoint"] = image
+            snapshot = newest.checkpoint if newest is not None else 0
+            inputs["checkpoint"] = snapshot
             words = (
                 f"{len(recovered.loaded)} buckets were lost beyond their protection and go back to checkpoint "
-                f"{image}: {what}, and trained again for these buckets alone"
+                f"{snapshot}: {what}, and trained again for these buckets alone"
             )
             return [*out, Note("", Decision("fall back to images", words, inputs))]
         words = f"pushes that were acknowledged may not have reached every mirror: {what} and checked"
         return [*out, Note("", Decision("reopen shards", words, inputs))]
 
     def _publish(
-        self, draft: Draft, recovered: Recovered, steps: MoveSteps, why: str, out: list[InstructionType]
+        self, builder: PlacementBuilder, recovered: Recovered, steps: MoveSteps, why: str, out: list[InstructionType]
     ) -> None:
         old, books = self.books.placement, self.books
         assert old is not None
-        still = {*draft.owner, *(m.at for m in draft.mirrors), *(p.source for p in draft.missing.values())}
+        still = {*builder.owner, *(m.at for m in builder.mirrors), *(p.source for p in builder.missing.values())}
         away = {*books.leaving, *self.facts.early()}
         places = places_of(m for m in self.facts.servers() if m.slot not in away or m.slot in still)
-        images = {b: c for b, c in draft.images.items() if c == 0 or draft.missing}  # all of them in one placement
-        books.missing, books.ready, books.mirrors = draft.missing, sorted(draft.ready), draft.next_id - 1
+        snapshots = {
+            b: c for b, c in builder.snapshots.items() if c == 0 or builder.missing
+        }  # all of them in one placement
+        books.missing, books.ready, books.mirrors = builder.missing, sorted(builder.ready), builder.next_id - 1
         books.torn = []
-        same_route = tuple(draft.owner) == old.owner and places == old.servers and not recovered.behind
+        same_route = tuple(builder.owner) == old.owner and places == old.servers and not recovered.behind
         new = Placement(
-            draft.version,
-            tuple(draft.owner),
+            builder.version,
+            tuple(builder.owner),
             places,
-            old.route if same_route else draft.version,
-            tuple(draft.mirrors),
-            tuple(sorted(images.items())),
+            old.route if same_route else builder.version,
+            tuple(builder.mirrors),
+            tuple(sorted(snapshots.items())),
         )
         if msgspec.structs.replace(new, version=old.version) == msgspec.structs.replace(old, routing=old.route):
             return
         books.placement = new
         self._remember_map()
         action = "publish the map again"
-        if recovered.buckets:
+        if recovered.partitions:
             action = "recover buckets"
         elif steps.switched:
             action = "switch buckets"
@@ -231,7 +236,7 @@ class BucketMaps(BucketPart):
         left = [f"ps:{p.slot}" for p in old.servers if p.slot not in {s.slot for s in places}]
         gone = f"{', '.join(left)} is in the map no more" if left and not why else ""
         words = "; ".join(part for part in (why, recovered.words(), steps.words(), gone) if part)
-        inputs: Inputs = {"buckets_missing": len(draft.missing), "moving": len(under_way(draft))}
+        inputs: Inputs = {"buckets_missing": len(builder.missing), "moving": len(under_way(builder))}
         out.append(PublishPlacement(new, Decision(action, words or "what was needed for a step is there", inputs)))
 
     def _remember_map(self) -> None:
@@ -250,28 +255,32 @@ class BucketMaps(BucketPart):
         if placement is None:
             return
         spec, code = self.job.spec, self.facts.code
-        assert len(placement.owner) == spec.buckets
+        assert len(placement.owner) == spec.partitions
         serving = {p.slot for p in placement.servers}
         if not self.job.over:
-            for bucket, slot in enumerate(placement.owner):
-                assert slot in serving or BucketId(bucket) in books.missing, f"bucket {bucket}: ps:{slot} is not there"
+            for partition, slot in enumerate(placement.owner):
+                assert slot in serving or PartitionId(partition) in books.missing, (
+                    f"bucket {partition}: ps:{slot} is not there"
+                )
         ids = [m.id for m in placement.mirrors]
         assert len(ids) == len(set(ids)) and all(0 < i <= books.mirrors for i in ids), "a mirror id is used twice"
         assert set(books.ready) <= set(ids), "a mirror that is gone is ready"
         assert set(books.torn) <= set(ids), "a mirror that is gone is torn"
         assert all(m.at in serving for m in placement.mirrors), "a mirror at a ps that is not there"
-        images = dict(placement.images)
-        for bucket, pending in books.missing.items():
-            slot = placement.owner[bucket]
-            here = [m for m in placement.mirrors_of(bucket) if m.at == slot and m.id in books.ready]
+        snapshots = dict(placement.snapshots)
+        for partition, pending in books.missing.items():
+            slot = placement.owner[partition]
+            here = [m for m in placement.mirrors_of(partition) if m.at == slot and m.id in books.ready]
             if pending.how is How.FOLD:
-                assert here, f"bucket {bucket} is to be folded at ps:{slot}, which has no complete mirror of it"
+                assert here, f"bucket {partition} is to be folded at ps:{slot}, which has no complete mirror of it"
             elif pending.how in (How.PROMOTE, How.HAND_OVER):
-                assert any(m.members == (bucket,) for m in here), f"bucket {bucket} has no mirror at ps:{slot}"
+                assert any(m.members == (partition,) for m in here), f"bucket {partition} has no mirror at ps:{slot}"
             elif pending.how is How.BEGIN:
-                assert images.get(bucket) == 0, f"bucket {bucket} is to begin empty, and the map does not say so"
+                assert snapshots.get(partition) == 0, (
+                    f"bucket {partition} is to begin empty, and the map does not say so"
+                )
             elif pending.how is How.LOAD:
-                assert images.get(bucket), f"bucket {bucket} is to be loaded, from nothing"
+                assert snapshots.get(partition), f"bucket {partition} is to be loaded, from nothing"
         layout = books.layout
         assert layout is not None
         if len(books.over) >= code.width and not books.leaving:

@@ -1,4 +1,4 @@
-"""What follows from what is known of buckets and mirrors: which ps serve, what is missing, what is at rest."""
+"""What follows from what is known of partitions and mirrors: which ps serve, what is missing, what is at rest."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Iterable
 from everstep.brain.brain_state import State
 from everstep.brain.checkpoints import has_checkpoints
 from everstep.config.parity import ParityCode, parse_code
-from everstep.ids import BucketId, Incarnation, Slot
+from everstep.ids import Incarnation, PartitionId, Slot
 from everstep.model.member import Member
 from everstep.model.placement import MirrorKind, PsPlace
 from everstep.policies.domains import Limit, PsSite, at_home, limits_of
-from everstep.policies.draft import Draft, How, at_risk, level_counts
 from everstep.policies.moves import under_way
 from everstep.policies.node_selection import HOME_NODE
+from everstep.policies.placement_builder import How, PlacementBuilder, at_risk, level_counts
 from everstep.policies.stripes import closed_slots, members_of
 
 
-class BucketFacts:
+class PartitionFacts:
     """Reads :class:`Protection`, for all that change it and for displays."""
 
     __slots__ = ("books", "checkpoints", "job", "members", "shards")
@@ -32,8 +32,8 @@ class BucketFacts:
 
     def servers(self) -> list[Member]:
         """The ps that live, have said where they listen, and are not on their way out."""
-        seats = self.members.servers.values()
-        return [s.member for s in seats if s.running and not s.stopping and s.member.address is not None]
+        records = self.members.servers.values()
+        return [s.member for s in records if s.running and not s.stopping and s.member.address is not None]
 
     def sites(self, slots: Iterable[Slot]) -> tuple[PsSite, ...]:
         """Where these ps stand."""
@@ -63,26 +63,26 @@ class BucketFacts:
         for site in self.sites(m.slot for m in self.servers()):
             if not site.home:
                 together.setdefault(site.machine, set()).add(site.slot)
-        draft = self.draft() if together else None
-        lost = {machine: at_risk(draft, slots) for machine, slots in together.items() if draft is not None}
+        builder = self.builder() if together else None
+        lost = {machine: at_risk(builder, slots) for machine, slots in together.items() if builder is not None}
         return max(lost.items(), key=lambda item: (item[1], item[0]), default=("", 0))
 
-    def loading(self, slot: Slot, placement: int = 0) -> list[tuple[BucketId, int]]:
-        """Buckets that this ps is to load, and their checkpoints; ``placement``: by that one or earlier (0: any)."""
+    def loading(self, slot: Slot, placement: int = 0) -> list[tuple[PartitionId, int]]:
+        """Partitions that this ps is to load, and their checkpoints; ``placement``: by that one or earlier (0: any)."""
         found = self.books.placement
         if found is None:
             return []
-        images = dict(found.images)
+        snapshots = dict(found.snapshots)
         return [
-            (bucket, images[bucket])
-            for bucket, pending in self.books.missing.items()
+            (partition, snapshots[partition])
+            for partition, pending in self.books.missing.items()
             if pending.how is How.LOAD
-            and found.owner[bucket] == slot
-            and images.get(bucket)
+            and found.owner[partition] == slot
+            and snapshots.get(partition)
             and (not placement or pending.version <= placement)
         ]
 
-    def draft(self) -> Draft:
+    def builder(self) -> PlacementBuilder:
         """The present placement, to be changed."""
         placement, books = self.books.placement, self.books
         assert placement is not None
@@ -92,11 +92,11 @@ class BucketFacts:
         living = {m.slot for m in self.servers()}
         torn = [m for m in placement.mirrors if m.id in books.torn]
         mirrors = [m for m in placement.mirrors if m.at not in stale and m not in torn]
-        # Who was to make its buckets of one has nothing now to make them of.
+        # Who was to make its partitions of one has nothing now to make them of.
         made = [(b, books.missing[b].how, m) for m in torn for b in m.members if b in books.missing]
         of = (How.PROMOTE, How.FOLD, How.HAND_OVER)
         cut = {b for b, how, m in made if how in of and placement.owner[b] == m.at}
-        return Draft(
+        return PlacementBuilder(
             code=self.code,
             version=placement.version + 1,
             routing=placement.route,
@@ -105,7 +105,7 @@ class BucketFacts:
             mirrors=mirrors,
             ready=set(books.ready) & {m.id for m in mirrors},
             missing=dict(books.missing),
-            images=dict(placement.images),
+            snapshots=dict(placement.snapshots),
             next_id=books.mirrors + 1,
             stuck=frozenset(books.stuck) | cut,
         )
@@ -118,25 +118,25 @@ class BucketFacts:
     def on_its_way_back(self, place: PsPlace) -> bool:
         """A later life of a ps of the map is there, its loss was never told (its agent says it runs, or a journal's
         tail was lost): its hello says what it holds."""
-        seat = self.members.servers.get(place.slot)
+        record = self.members.servers.get(place.slot)
         return (
-            seat is not None
-            and seat.running
-            and seat.member.incarnation > place.incarnation
-            and seat.member.address is None
+            record is not None
+            and record.running
+            and record.member.incarnation > place.incarnation
+            and record.member.address is None
         )
 
     def early(self) -> set[Slot]:
-        """Ps that have joined and wait for others of their wave: each plan of its own would move buckets twice."""
+        """Ps that have joined and wait for others of their wave: each plan of its own would move partitions twice."""
         books, servers = self.books, self.members.servers
-        seats = [s for slot in books.wave if (s := servers.get(slot)) is not None and s.running and not s.stopping]
-        if all(s.member.address is not None for s in seats):
+        records = [s for slot in books.wave if (s := servers.get(slot)) is not None and s.running and not s.stopping]
+        if all(s.member.address is not None for s in records):
             return set()
-        return {s.member.slot for s in seats if s.member.slot not in books.over}
+        return {s.member.slot for s in records if s.member.slot not in books.over}
 
-    def image_of(self, bucket: BucketId) -> int | None:
-        """The checkpoint that a bucket may fall back to; None: there is none."""
-        found = self.checkpoints.newest_image(bucket)
+    def snapshot_of(self, partition: PartitionId) -> int | None:
+        """The checkpoint that a partition may fall back to; None: there is none."""
+        found = self.checkpoints.newest_snapshot(partition)
         return found[0] if found is not None else None
 
     def at_rest(self) -> bool:
@@ -146,32 +146,33 @@ class BucketFacts:
         emptied = any(self.members.servers[slot].running for slot in books.leaving)
         if books.placement is None or books.layout is None or books.missing or emptied or self.early():
             return False
-        return books.placement.owner == books.layout.owner and not self.building() and not under_way(self.draft())
+        return books.placement.owner == books.layout.owner and not self.building() and not under_way(self.builder())
 
-    def may_move(self, bucket: BucketId, slot: Slot) -> bool:
-        """Whether this ps may have the bucket: it serves, and has nothing else of its stripe."""
+    def may_move(self, partition: PartitionId, slot: Slot) -> bool:
+        """Whether this ps may have the partition: it serves, and has nothing else of its stripe."""
         layout, code = self.books.layout, self.code
-        if layout is None or slot not in self.books.over or not 0 <= bucket < len(layout.owner):
+        if layout is None or slot not in self.books.over or not 0 <= partition < len(layout.owner):
             return False
         if not code.m:
-            return slot != layout.owner[bucket]
-        stripe = bucket // code.k
-        return slot not in layout.stripe(code, stripe) and slot not in self._closed(stripe, bucket, self.limits())
+            return slot != layout.owner[partition]
+        stripe = partition // code.k
+        return slot not in layout.stripe(code, stripe) and slot not in self._closed(stripe, partition, self.limits())
 
-    def _closed(self, stripe: int, bucket: BucketId, limits: tuple[Limit, ...]) -> set[Slot]:
-        """Ps to which this bucket of the stripe cannot go, for the other units that they or their machines have."""
+    def _closed(self, stripe: int, partition: PartitionId, limits: tuple[Limit, ...]) -> set[Slot]:
+        """Ps to which this partition of the stripe cannot go, for the other units that they or their machines have."""
         layout = self.books.layout
         assert layout is not None
         units = layout.stripe(self.code, stripe)
-        del units[bucket - stripe * self.code.k]
+        del units[partition - stripe * self.code.k]
         return closed_slots(units, limits)
 
-    def closed_to(self, slot: Slot) -> tuple[BucketId, ...]:
-        """Buckets of others of which this ps has another unit of the stripe, or a mirror; or its machine too many."""
+    def closed_to(self, slot: Slot) -> tuple[PartitionId, ...]:
+        """Partitions of others of which this ps has another unit of the stripe, or a mirror; or its machine too
+        many."""
         layout, code = self.books.layout, self.code
         if layout is None or not code.m:
             return ()
-        out: list[BucketId] = []
+        out: list[PartitionId] = []
         limits = self.limits()
         for stripe in range(len(layout.sites)):
             here = slot in layout.stripe(code, stripe)
@@ -194,18 +195,18 @@ class BucketFacts:
         return maps[-1].by(acks)
 
     def levels(self) -> dict[str, int]:
-        """Buckets by level of protection: "full", "less", "none"; empty before the first map."""
-        return level_counts(self.draft()) if self.books.placement is not None else {}
+        """Partitions by level of protection: "full", "less", "none"; empty before the first map."""
+        return level_counts(self.builder()) if self.books.placement is not None else {}
 
     def moving(self) -> int:
-        """Buckets on their way to another ps, the one where they are being alive."""
+        """Partitions on their way to another ps, the one where they are being alive."""
         if self.books.placement is None:
             return 0
         handed = sum(p.how is How.HAND_OVER for p in self.books.missing.values())
-        return len(under_way(self.draft())) + handed
+        return len(under_way(self.builder())) + handed
 
     def rebuilding(self) -> int:
-        """Buckets that their owner does not hold yet, the old one being dead."""
+        """Partitions that their owner does not hold yet, the old one being dead."""
         return sum(p.how is not How.HAND_OVER for p in self.books.missing.values())
 
     def building(self) -> int:
@@ -227,16 +228,16 @@ class BucketFacts:
         )
 
     def left_at(self, slot: Slot) -> int:
-        """Buckets and mirrors that are still there."""
+        """Partitions and mirrors that are still there."""
         placement = self.books.placement
         return 0 if placement is None else len(placement.owned_by(slot)) + len(placement.mirrors_at(slot))
 
 
-class BucketPart:
+class PartitionPart:
     """Base of what changes :class:`Protection`."""
 
     __slots__ = ("books", "checkpoints", "facts", "job", "members", "shards")
 
-    def __init__(self, facts: BucketFacts) -> None:
+    def __init__(self, facts: PartitionFacts) -> None:
         self.facts, self.books, self.checkpoints = facts, facts.books, facts.checkpoints
         self.job, self.members, self.shards = facts.job, facts.members, facts.shards

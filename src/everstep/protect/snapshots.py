@@ -1,7 +1,7 @@
 """Writes snapshots of a ps's partitions, while it goes on serving.
 
 One thread of the ps reads snapshots (copy-on-write: a push never waits for the writing) and writes a file for each
-bucket: all pages, or those changed since an earlier checkpoint. A checkpoint exists only once the master has written
+partition: all pages, or those changed since an earlier checkpoint. A checkpoint exists only once the master has written
 its manifest, so whatever dies here leaves the earlier ones as they were; a file has a name of its own each time.
 """
 
@@ -18,15 +18,15 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from everstep.brain.events import ImagesWritten
+from everstep.brain.events import SnapshotsWritten
 from everstep.config.load import read_spec
 from everstep.errors import EverstepError, InternalError, StorageError
-from everstep.ids import BucketId, Incarnation, ShardKey, Slot
-from everstep.model.image import BucketImage, ImageFile
+from everstep.ids import Incarnation, PartitionId, ShardKey, Slot
+from everstep.model.snapshot import CheckpointFile, PartitionSnapshot
 from everstep.model.table import TableSpec
 from everstep.native.blob import parse_marks
 from everstep.net.retry import retry
-from everstep.protect.imagefile import ImageFileWriter, ImageHead, PageLayout, Pages, changed_rows
+from everstep.protect.snapshot_file import PageLayout, Pages, SnapshotFileWriter, SnapshotHead, changed_rows
 from everstep.storage.places import StoragePlace, open_place
 from everstep.units import human_bytes
 
@@ -41,15 +41,15 @@ class SnapshotStore(Protocol):
     """Is what is needed of ``everstep.native.Store``."""
 
     @property
-    def n_buckets(self) -> int: ...
+    def n_partitions(self) -> int: ...
     def specs(self) -> list[TableSpec]: ...
     def layout(self, table: int) -> tuple[int, int, int]: ...
     def page_bytes(self, table: int) -> int: ...
-    def snapshot_begin(self, bucket: int, since: int) -> tuple[int, bytes]: ...
-    def snapshot_next(self, bucket: int, max_bytes: int) -> tuple[list[tuple[int, int]], NDArray[np.uint8]]: ...
-    def snapshot_end(self, bucket: int) -> None: ...
-    def snapshot_slots(self, bucket: int, table: int, page_nos: list[int]) -> NDArray[np.uint8] | None: ...
-    def bucket_rows(self, bucket: int) -> dict[int, int]: ...
+    def snapshot_begin(self, partition: int, since: int) -> tuple[int, bytes]: ...
+    def snapshot_next(self, partition: int, max_bytes: int) -> tuple[list[tuple[int, int]], NDArray[np.uint8]]: ...
+    def snapshot_end(self, partition: int) -> None: ...
+    def snapshot_slots(self, partition: int, table: int, page_nos: list[int]) -> NDArray[np.uint8] | None: ...
+    def partition_rows(self, partition: int) -> dict[int, int]: ...
 
 
 class MarksFacts(NamedTuple):
@@ -74,9 +74,9 @@ def _only(pages: Pages, which: NDArray[np.bool_]) -> Pages:
 
 
 class _Written(NamedTuple):
-    """A bucket's part of a checkpoint, and the store's generation that the next increment goes on from."""
+    """A partition's part of a checkpoint, and the store's generation that the next increment goes on from."""
 
-    image: BucketImage
+    snapshot: PartitionSnapshot
     generation: int
 
 
@@ -84,19 +84,19 @@ class _Wanted(NamedTuple):
     checkpoint: int
     since: int
     url: str
-    buckets: tuple[BucketId, ...]
-    on_done: Callable[[ImagesWritten], None]
+    partitions: tuple[PartitionId, ...]
+    on_done: Callable[[SnapshotsWritten], None]
 
 
 class _Dropped(Exception):
-    """The bucket left meanwhile: it is somebody else's to write now."""
+    """The partition left meanwhile: it is somebody else's to write now."""
 
 
 class _Cancelled(Exception):
     """A newer order came, or the ps ends."""
 
 
-class ImageWriter:
+class SnapshotWriter:
     """Writes snapshots: ``take`` returns at once; the work is done in a thread of its own, one checkpoint after the
     other.
 
@@ -126,7 +126,7 @@ class ImageWriter:
         self._closed = False
         self._thread: threading.Thread | None = None
         # Of the newest checkpoints; only the thread and ``forget`` change it, under the lock.
-        self._written: dict[int, dict[BucketId, _Written]] = {}
+        self._written: dict[int, dict[PartitionId, _Written]] = {}
         self.bytes_written = 0  # ever, for readings
 
     def __repr__(self) -> str:
@@ -138,16 +138,16 @@ class ImageWriter:
         checkpoint: int,
         since: int,
         url: str,
-        buckets: Collection[int],
-        on_done: Callable[[ImagesWritten], None],
+        partitions: Collection[int],
+        on_done: Callable[[SnapshotsWritten], None],
     ) -> None:
-        """Write images of ``buckets`` under ``url`` and tell ``on_done`` (from the writer's thread) when they are
-        durable, or why not. ``since``: only pages changed since that checkpoint; a bucket that was not part of it here
-        is written whole. Cancels an older one that is not done (its ``on_done`` is not called). The same checkpoint
-        again: what is written already is not written again; a bucket that is not here (any more) is left out of the
-        answer.
+        """Write snapshots of ``partitions`` under ``url`` and tell ``on_done`` (from the writer's thread) when they are
+        durable, or why not. ``since``: only pages changed since that checkpoint; a partition that was not part of it
+        here is written whole. Cancels an older one that is not done (its ``on_done`` is not called). The same
+        checkpoint again: what is written already is not written again; a partition that is not here (any more) is left
+        out of the answer.
         """
-        wanted = _Wanted(checkpoint, since, url, tuple(BucketId(b) for b in sorted(buckets)), on_done)
+        wanted = _Wanted(checkpoint, since, url, tuple(PartitionId(b) for b in sorted(partitions)), on_done)
         with self._lock:
             newest = max((w.checkpoint for w in (self._wanted, self._doing) if w is not None), default=0)
             if self._closed or checkpoint < newest:
@@ -161,11 +161,11 @@ class ImageWriter:
                 self._thread.start()
             self._lock.notify_all()
 
-    def forget(self, bucket: int) -> None:
-        """This bucket left the ps: its next image, if it comes back, is a whole one."""
+    def forget(self, partition: int) -> None:
+        """This partition left the ps: its next snapshot, if it comes back, is a whole one."""
         with self._lock:
             for of_checkpoint in self._written.values():
-                of_checkpoint.pop(BucketId(bucket), None)
+                of_checkpoint.pop(PartitionId(partition), None)
 
     @property
     def checkpoint(self) -> int:
@@ -195,43 +195,43 @@ class ImageWriter:
                 self._wanted = None
             assert doing is not None
             try:
-                answer = self.write(doing.checkpoint, doing.since, doing.url, doing.buckets)
+                answer = self.write(doing.checkpoint, doing.since, doing.url, doing.partitions)
             except _Cancelled:
                 continue
             except Exception as error:  # ours; the ps goes on without this checkpoint
                 logger.exception("checkpoint %d", doing.checkpoint)
                 text = f"{type(error).__name__}: {error}"
-                answer = ImagesWritten(doing.checkpoint, error=text)
+                answer = SnapshotsWritten(doing.checkpoint, error=text)
             finally:
                 with self._lock:
                     self._doing = None
             doing.on_done(answer)
 
-    def write(self, checkpoint: int, since: int, url: str, buckets: Sequence[BucketId]) -> ImagesWritten:
+    def write(self, checkpoint: int, since: int, url: str, partitions: Sequence[PartitionId]) -> SnapshotsWritten:
         """Do what ``take`` does, in the caller's thread. Never raises for what goes wrong outside: it is in
         ``error``."""
         began = time.monotonic()
-        images: list[BucketImage] = []
+        snapshots: list[PartitionSnapshot] = []
         try:
             place = open_place(url)
-            for bucket in buckets:
-                written = self._image(place, checkpoint, since, bucket)
+            for partition in partitions:
+                written = self._snapshot(place, checkpoint, since, partition)
                 if written is not None:
-                    images.append(written.image)
+                    snapshots.append(written.snapshot)
         except EverstepError as error:
             logger.warning("checkpoint %d is given up here: %s", checkpoint, error)
-            return ImagesWritten(checkpoint, error=str(error))
-        n = sum(i.bytes_written for i in images)
+            return SnapshotsWritten(checkpoint, error=str(error))
+        n = sum(i.bytes_written for i in snapshots)
         took_s = time.monotonic() - began
-        logger.info("checkpoint %d: %d partitions, %s in %.1f s", checkpoint, len(images), human_bytes(n), took_s)
+        logger.info("checkpoint %d: %d partitions, %s in %.1f s", checkpoint, len(snapshots), human_bytes(n), took_s)
         tables = tuple(self._store.specs())
-        return ImagesWritten(checkpoint, tuple(images), tables)
+        return SnapshotsWritten(checkpoint, tuple(snapshots), tables)
 
-    def _image(self, place: StoragePlace, checkpoint: int, since: int, bucket: BucketId) -> _Written | None:
+    def _snapshot(self, place: StoragePlace, checkpoint: int, since: int, partition: PartitionId) -> _Written | None:
         """Write one partition, tried again while the place does not answer. None: it is not here."""
         with self._lock:
-            done = self._written.get(checkpoint, {}).get(bucket)
-            before = self._written.get(since, {}).get(bucket) if since else None
+            done = self._written.get(checkpoint, {}).get(partition)
+            before = self._written.get(since, {}).get(partition) if since else None
         if done is not None:
             return done
         end = time.monotonic() + self._retry_s
@@ -247,7 +247,7 @@ class ImageWriter:
             return True
 
         written = retry(
-            lambda: self._snapshot(place, checkpoint, bucket, before),
+            lambda: self._write(place, checkpoint, partition, before),
             StorageError,
             again=again,
             first_s=0.2,
@@ -256,79 +256,79 @@ class ImageWriter:
         )
         if written is not None:
             with self._lock:
-                self._written.setdefault(checkpoint, {})[bucket] = written
+                self._written.setdefault(checkpoint, {})[partition] = written
                 for old in sorted(self._written)[:-REMEMBERED]:
                     del self._written[old]
         return written
 
-    def _snapshot(
-        self, place: StoragePlace, checkpoint: int, bucket: BucketId, before: _Written | None
+    def _write(
+        self, place: StoragePlace, checkpoint: int, partition: PartitionId, before: _Written | None
     ) -> _Written | None:
         store = self._store
         try:
-            generation, marks = store.snapshot_begin(bucket, -1 if before is None else before.generation)
+            generation, marks = store.snapshot_begin(partition, -1 if before is None else before.generation)
         except KeyError:
             return None
         except RuntimeError as error:  # it is being rebuilt here
-            raise StorageError(f"partition {bucket} cannot be written yet: {error}") from None
+            raise StorageError(f"partition {partition} cannot be written yet: {error}") from None
         try:
             facts = marks_facts(marks)
             kind = "base" if before is None else "delta"
-            path = f"images/{checkpoint:06d}/bucket-{bucket:04d}-{kind}-{secrets.token_hex(4)}.img"
-            head = ImageHead(
+            path = f"images/{checkpoint:06d}/bucket-{partition:04d}-{kind}-{secrets.token_hex(4)}.img"
+            head = SnapshotHead(
                 job=self._job_name(),
-                bucket=bucket,
+                partition=partition,
                 checkpoint=checkpoint,
                 base=before is None,
                 seq=facts.seq,
-                buckets=store.n_buckets,
+                partitions=store.n_partitions,
                 tables=tuple(store.specs()),
             )
             with place.create(path) as file:
-                out = ImageFileWriter(file.write)
+                out = SnapshotFileWriter(file.write)
                 out.head(head)
                 out.marks(marks)
                 began = time.monotonic()
                 while True:
                     self._rest(0.0)
-                    if not self._chunk(out, bucket):
+                    if not self._chunk(out, partition):
                         break
                     if self._bytes_per_s > 0:
                         self._rest(began + out.size_bytes / self._bytes_per_s - time.monotonic())
-                rows = self._rows_of(bucket)
+                rows = self._rows_of(partition)
                 out.end()
                 file.commit()
         except _Dropped:
             return None
         finally:
-            store.snapshot_end(bucket)
+            store.snapshot_end(partition)
         self.bytes_written += out.size_bytes
-        earlier: tuple[ImageFile, ...] = () if before is None else before.image.files
-        image = BucketImage(
-            bucket=bucket,
+        earlier: tuple[CheckpointFile, ...] = () if before is None else before.snapshot.files
+        snapshot = PartitionSnapshot(
+            partition=partition,
             seq=facts.seq,
             fingerprint=facts.fingerprint,
             watermarks=facts.watermarks,
-            files=(*earlier, out.image_file(path)),
+            files=(*earlier, out.checkpoint_file(path)),
             rows=rows,
             bytes_written=out.size_bytes,
         )
-        return _Written(image, generation)
+        return _Written(snapshot, generation)
 
-    def _rows_of(self, bucket: int) -> int:
+    def _rows_of(self, partition: int) -> int:
         try:
-            rows = self._store.bucket_rows(bucket)
+            rows = self._store.partition_rows(partition)
             return sum(rows.get(spec.id, 0) for spec in self._store.specs())  # candidates are not rows yet
         except (KeyError, ValueError):
             raise _Dropped from None
 
-    def _chunk(self, out: ImageFileWriter, bucket: int) -> bool:
+    def _chunk(self, out: SnapshotFileWriter, partition: int) -> bool:
         """Write the next pages, one section for each stretch of pages of the same table; where only some rows of a page
         changed, those. False: that was all."""
         try:
-            names, data = self._store.snapshot_next(bucket, CHUNK_BYTES)
+            names, data = self._store.snapshot_next(partition, CHUNK_BYTES)
             tables = dict.fromkeys(table for table, _ in names)
-            slots = {t: self._store.snapshot_slots(bucket, t, [n for u, n in names if u == t]) for t in tables}
+            slots = {t: self._store.snapshot_slots(partition, t, [n for u, n in names if u == t]) for t in tables}
         except (KeyError, ValueError):
             raise _Dropped from None
         first, at = 0, 0

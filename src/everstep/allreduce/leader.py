@@ -1,8 +1,8 @@
 """A worker of several processes in its group: its leader takes part, and the others do with it what it does.
 
-``LeadingSession`` is the leader's session: the group's (``session``), and after each of its answers a word to the
-mates. ``FollowingSession`` is a mate's: it does what the leader says, until that is a step, or the end. ``UnitState``
-is the leader's state: to read out or to load the whole one, the mates are asked to help.
+``LeaderSession`` is the leader's session: the group's (``session``), and after each of its answers a word to the
+followers. ``FollowerSession`` is a follower's: it does what the leader says, until that is a step, or the end.
+``UnitState`` is the leader's state: to read out or to load the whole one, the followers are asked to help.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class UnitState(ReplicaState):
     def quick_digest(self) -> int:
         with self.unit.ordered(Sum()):
             parts = [super().quick_digest()]
-            parts += [self.unit.hear(Summed, mate).digest for mate in self.unit.mates]
+            parts += [self.unit.hear(Summed, follower).digest for follower in self.unit.followers]
         hashed = hashlib.blake2b(repr(parts).encode(), digest_size=8)
         return int.from_bytes(hashed.digest(), "little") - _HALF
 
@@ -81,7 +81,7 @@ class UnitState(ReplicaState):
             return super().parameter_digests()
 
 
-class LeadingSession:
+class LeaderSession:
     """See the top of this file. ``inner``: the group's session (``allreduce.session.Session``)."""
 
     def __init__(self, inner: Any, unit: Unit) -> None:
@@ -114,14 +114,14 @@ class LeadingSession:
             unit.tell_all(Leave(leave.status))
             raise
         if step is None:
-            unit.chief = bool(self.inner.seat.chief())
+            unit.chief = bool(self.inner.runtime.chief())
             where = self.behind_loop()
             unit.tell_all(Over(unit.chief, where.lr_factor, where.passing))
             return None
-        unit.chief = self.inner.seat.slot == 0  # (who stands in for it is asked for where the loop is over)
-        for mate in unit.mates:
-            micros = tuple(split(m, mate, unit.size) for m in step.micros)
-            unit.tell(mate, Train(step.work(micros), unit.chief))
+        unit.chief = self.inner.runtime.slot == 0  # (who stands in for it is asked for where the loop is over)
+        for follower in unit.followers:
+            micros = tuple(split(m, follower, unit.size) for m in step.micros)
+            unit.tell(follower, Train(step.work(micros), unit.chief))
         return replace(step, micros=tuple(split(m, 0, unit.size) for m in step.micros))
 
     def vote(self, step: StepAttempt, digest: int, nonfinite: bool, state: int = 0) -> VoteOutcome:
@@ -167,7 +167,7 @@ class LeadingSession:
                 self.unit.tell_all(Leave(0))
 
 
-class FollowingSession:
+class FollowerSession:
     """See the top of this file."""
 
     def __init__(self, state: ReplicaState, unit: Unit) -> None:
@@ -268,7 +268,7 @@ class FollowingSession:
 
 
 class _Leaders:
-    """The group of a mate's step: its leader reduces."""
+    """The group of a follower's step: its leader reduces."""
 
     rank, size = 0, 1
 
@@ -277,4 +277,4 @@ class _Leaders:
 
 
 _LEADERS: Any = _Leaders()
-__all__ = ["FollowingSession", "LeadingSession", "UnitState"]
+__all__ = ["FollowerSession", "LeaderSession", "UnitState"]

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from image_stores import checkpoint, new_store, train, writer_of
+from snapshot_stores import checkpoint, new_store, train, writer_of
 
 
 def main(where: Path) -> None:

@@ -1,4 +1,4 @@
-"""Says what a member of a group needs of where its script sits (``api.seat.WorkerRuntime``)."""
+"""Says what a member of a group needs of where its script sits (``api.listeners.WorkerRuntime``)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from everstep.ids import Incarnation, Slot
 from everstep.net.messages import RequestType
 
 
-class Station(Protocol):
+class MemberRuntime(Protocol):
     spec: JobSpec
     slot: Slot
     incarnation: Incarnation

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from everstep.allreduce.station import Station
+from everstep.allreduce.member_runtime import MemberRuntime
 from everstep.errors import EverstepError
 from everstep.ids import LeaseNo
 from everstep.model.group import Group
@@ -62,7 +62,7 @@ class GroupListener(Listener, Protocol):
         ...
 
 
-class WorkerRuntime(Station, Protocol):
+class WorkerRuntime(MemberRuntime, Protocol):
     prefetch: int  # batches pulled ahead; 0: pull when the batch is taken, which is exactly what one process would do
     client: PsClient
 

@@ -70,25 +70,25 @@ class BucketLayout:
         return f"<Layout {len(self.shapes)} parameters in {len(self.buckets)} buckets, tail {self.tail}>"
 
 
-class Flats:
+class GradientBuckets:
     """Is one set of flat tensors in a layout. ``views[i]``: the place of parameter i, shaped as it is."""
 
-    def __init__(self, layout: BucketLayout, flats: list[Tensor] | None = None) -> None:
-        """Take ``flats``: memory to use, as long as the layout says."""
+    def __init__(self, layout: BucketLayout, tensors: list[Tensor] | None = None) -> None:
+        """Take ``tensors``: memory to use, as long as the layout says."""
         self.layout = layout
         # Written to now, so that a member's first step, for which others wait, does not wait for the kernel's pages.
-        self.flats = flats or [
+        self.tensors = tensors or [
             torch.empty(n, dtype=d, device=v).zero_() for n, (d, v) in zip(layout.numels, layout.kinds, strict=True)
         ]
         views: dict[int, Tensor] = {}
-        for flat, members in zip(self.flats, layout.buckets, strict=True):
+        for flat, members in zip(self.tensors, layout.buckets, strict=True):
             at = 0
             for i in members:
                 shape, strides = layout.shapes[i]
                 views[i] = flat.as_strided(shape, strides, at)
                 at += shape.numel()
         self.views = [views[i] for i in range(len(views))]
-        self.tail = self.flats[-1][layout.tail_at :]
+        self.tail = self.tensors[-1][layout.tail_at :]
         # The same memory: a few numbers are read and written by NumPy in a tenth of the time that torch takes.
         self._words = self.tail.numpy() if self.tail.device.type == "cpu" else None
 
@@ -104,8 +104,8 @@ class Flats:
         else:
             self._words[: len(values)] = values
 
-    def add_(self, other: Flats) -> None:
-        for mine, others in zip(self.flats, other.flats, strict=True):
+    def add_(self, other: GradientBuckets) -> None:
+        for mine, others in zip(self.tensors, other.tensors, strict=True):
             mine.add_(others)
 
 

@@ -13,11 +13,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from image_stores import digests, empty_store, new_store, train
+from snapshot_stores import digests, empty_store, new_store, train
 
 from everstep.errors import CheckpointError
 from everstep.protect.manifest import latest_intact
-from everstep.protect.restore import load_bucket
+from everstep.protect.restore import load_partition
 from everstep.storage.places import open_place
 
 VICTIM = Path(__file__).with_name("image_victim.py")
@@ -62,8 +62,8 @@ def outcome(where: Path, expected: dict[int, list[bytes]]) -> int:
         assert "holds no checkpoint" in str(error), error
         return 0
     store = empty_store()
-    for image in manifest.images:
-        load_bucket(store, str(where), image)
+    for snapshot in manifest.snapshots:
+        load_partition(store, str(where), snapshot)
     assert digests(store) == expected[manifest.checkpoint]
     return manifest.checkpoint
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from everstep.allreduce.replica_group import VARIABLE
-from everstep.api.seat import Listener
-from everstep.api.worker_runtime import WorkerSeat
+from everstep.api.listeners import Listener
+from everstep.api.worker_runtime import ProcessRuntime
 from everstep.brain.events import Answer, Ok, PlanRegistered, Registered
 from everstep.net.messages import RequestType
 
 
-def is_mate(environment: Mapping[str, str]) -> bool:
+def is_follower(environment: Mapping[str, str]) -> bool:
     """Return whether this process is one."""
     place = environment.get(VARIABLE, "")
     return bool(place) and not place.startswith("0/")
 
 
-class MateSeat(WorkerSeat):
+class LocalFollower(ProcessRuntime):
     """See the top of this file. What a script asks the master for is answered here: the leader asks it, too."""
 
     def start(self, listener: Listener) -> None:

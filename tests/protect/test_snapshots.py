@@ -1,4 +1,4 @@
-"""Images: what was written is what is loaded, bit for bit, whatever was going on meanwhile."""
+"""Snapshots: what was written is what is loaded, bit for bit, whatever was going on meanwhile."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from image_stores import (
-    BUCKETS,
+from snapshot_stores import (
     ITEMS,
+    PARTITIONS,
     RANKS,
     ROWS_OF_A_BATCH,
     USERS,
@@ -25,22 +25,22 @@ from image_stores import (
     writer_of,
 )
 
-from everstep.brain.events import ImagesWritten
+from everstep.brain.events import SnapshotsWritten
 from everstep.errors import CheckpointError
-from everstep.ids import BucketId
-from everstep.model.image import Manifest
+from everstep.ids import PartitionId
+from everstep.model.snapshot import Manifest
 from everstep.model.table import OptimizerKind, OptimizerSpec, TableSpec
 from everstep.native import Store, unique_route
 from everstep.protect.export import table_rows
 from everstep.protect.manifest import compact, latest_intact
-from everstep.protect.restore import load_bucket
+from everstep.protect.restore import load_partition
 from everstep.storage.places import open_place
 
 
 def restored(where: Path, manifest: Manifest) -> Store:
     store = empty_store()
-    for image in manifest.images:
-        load_bucket(store, str(where), image)
+    for snapshot in manifest.snapshots:
+        load_partition(store, str(where), snapshot)
     return store
 
 
@@ -50,9 +50,9 @@ def test_a_base_is_loaded_bit_for_bit(tmp_path: Path) -> None:
     manifest = checkpoint(writer_of(store), tmp_path, 1)
     again = restored(tmp_path, manifest)
     assert digests(again) == digests(store)
-    assert sorted(again.owned()) == list(range(BUCKETS))
-    assert {w for image in manifest.images for w in image.watermarks} == {(3, 5)}
-    assert sum(image.rows for image in manifest.images) == sum(store.stats().rows.values())
+    assert sorted(again.owned()) == list(range(PARTITIONS))
+    assert {w for snapshot in manifest.snapshots for w in snapshot.watermarks} == {(3, 5)}
+    assert sum(snapshot.rows for snapshot in manifest.snapshots) == sum(store.stats().rows.values())
     train(store, 5, 8)
     train(again, 5, 8)
     assert digests(again) == digests(store), "it goes on as the first one"
@@ -68,8 +68,8 @@ def test_increments_hold_what_changed_since_the_one_before(tmp_path: Path) -> No
     delta = checkpoint(writer, tmp_path, 2, since=1)
     at_delta = digests(store)
     train(store, 21, 25)
-    assert [len(i.files) for i in delta.images] == [2] * BUCKETS
-    assert sum(i.bytes_written for i in delta.images) < sum(i.bytes_written for i in base.images) / 2
+    assert [len(i.files) for i in delta.snapshots] == [2] * PARTITIONS
+    assert sum(i.bytes_written for i in delta.snapshots) < sum(i.bytes_written for i in base.snapshots) / 2
     assert digests(restored(tmp_path, base)) == at_base
     assert digests(restored(tmp_path, delta)) == at_delta
 
@@ -82,11 +82,11 @@ def test_an_increment_has_rows_not_pages_where_few_changed(tmp_path: Path) -> No
     train(store, 60, 61, keys=20_000)  # a few rows in every page
     delta = checkpoint(writer, tmp_path, 2, since=1)
     rows = ROWS_OF_A_BATCH * (8 + ITEMS.dim * 8) + ROWS_OF_A_BATCH * (8 + USERS.dim * 12 + 4)
-    assert sum(i.bytes_written for i in delta.images) < rows + 2000 * BUCKETS
+    assert sum(i.bytes_written for i in delta.snapshots) < rows + 2000 * PARTITIONS
     assert digests(restored(tmp_path, delta)) == digests(store)
     train(store, 61, 62, keys=20_000)
     again = checkpoint(writer, tmp_path, 3, since=1)  # not the snapshot before this one: whole pages
-    assert sum(i.bytes_written for i in again.images) > 3 * sum(i.bytes_written for i in delta.images)
+    assert sum(i.bytes_written for i in again.snapshots) > 3 * sum(i.bytes_written for i in delta.snapshots)
     assert digests(restored(tmp_path, again)) == digests(store)
 
 
@@ -112,10 +112,10 @@ def test_an_increment_on_what_this_ps_did_not_write_is_a_base(tmp_path: Path) ->
     checkpoint(first, tmp_path, 1)
     train(store, 3, 4)
     manifest = checkpoint(writer_of(store), tmp_path, 2, since=1)
-    assert [len(i.files) for i in manifest.images] == [1] * BUCKETS
+    assert [len(i.files) for i in manifest.snapshots] == [1] * PARTITIONS
     first.forget(2)
     manifest = checkpoint(first, tmp_path, 3, since=1)
-    assert [len(i.files) for i in manifest.images] == [2, 2, 1, 2]
+    assert [len(i.files) for i in manifest.snapshots] == [2, 2, 1, 2]
     assert digests(restored(tmp_path, manifest)) == digests(store)
 
 
@@ -132,16 +132,17 @@ def test_two_increments_on_the_same_one(tmp_path: Path) -> None:
     assert digests(restored(tmp_path, manifest)) == digests(store)
 
 
-def test_a_bucket_that_is_not_here_is_left_out(tmp_path: Path) -> None:
+def test_a_partition_that_is_not_here_is_left_out(tmp_path: Path) -> None:
     store = new_store()
     train(store, 0, 2)
     store.drop(1)
-    answer = writer_of(store).write(1, 0, str(tmp_path), list(range(BUCKETS)))
-    assert [i.bucket for i in answer.images] == [0, 2, 3] and not answer.error
+    answer = writer_of(store).write(1, 0, str(tmp_path), list(range(PARTITIONS)))
+    assert [i.partition for i in answer.snapshots] == [0, 2, 3] and not answer.error
 
 
-def test_images_under_training_are_of_one_moment(tmp_path: Path) -> None:
-    """While pushes go on, each image equals what a twin has after exactly as many pushes as the image's mark says."""
+def test_snapshots_under_training_are_of_one_moment(tmp_path: Path) -> None:
+    """While pushes go on, each snapshot equals what a twin has after exactly as many pushes as the snapshot's mark
+    says."""
     store = new_store()
     train(store, 0, 10)
     writer = writer_of(store)
@@ -168,25 +169,27 @@ def test_images_under_training_are_of_one_moment(tmp_path: Path) -> None:
         again = restored(tmp_path, manifest)
         twin = new_store()
         done = 0
-        for image in sorted(manifest.images, key=lambda i: i.watermarks[0][1]):
-            upto = image.watermarks[0][1]
+        for snapshot in sorted(manifest.snapshots, key=lambda i: i.watermarks[0][1]):
+            upto = snapshot.watermarks[0][1]
             train(twin, done, upto)
             done = upto
-            assert again.digest(image.bucket) == twin.digest(image.bucket), f"bucket {image.bucket} at {upto}"
+            assert again.digest(snapshot.partition) == twin.digest(snapshot.partition), (
+                f"bucket {snapshot.partition} at {upto}"
+            )
 
 
 def test_take_works_in_its_own_thread_and_newer_orders_win(tmp_path: Path) -> None:
     store = new_store()
     train(store, 0, 5)
     writer = writer_of(store, bytes_per_s=20_000.0)  # so slow that the first is still being written
-    answers: list[ImagesWritten] = []
+    answers: list[SnapshotsWritten] = []
     done = threading.Event()
 
-    def on_done(answer: ImagesWritten) -> None:
+    def on_done(answer: SnapshotsWritten) -> None:
         answers.append(answer)
         done.set()
 
-    everything = list(range(BUCKETS))
+    everything = list(range(PARTITIONS))
     writer.take(1, 0, str(tmp_path), everything, on_done)
     writer.take(1, 0, str(tmp_path), everything, on_done)
     writer._bytes_per_s = 0.0
@@ -194,7 +197,7 @@ def test_take_works_in_its_own_thread_and_newer_orders_win(tmp_path: Path) -> No
     writer.take(1, 0, str(tmp_path), everything, on_done)
     assert done.wait(30)
     writer.close()
-    assert [(a.checkpoint, len(a.images), a.error) for a in answers] == [(2, BUCKETS, "")]
+    assert [(a.checkpoint, len(a.snapshots), a.error) for a in answers] == [(2, PARTITIONS, "")]
     assert not list(tmp_path.rglob("*.tmp")), "what was given up is gone"
 
 
@@ -205,7 +208,7 @@ def test_the_same_checkpoint_again_is_not_written_again(tmp_path: Path) -> None:
     first = writer.write(1, 0, str(tmp_path), [0, 1])
     train(store, 3, 4)
     second = writer.write(1, 0, str(tmp_path), [0, 1, 2])
-    assert second.images[:2] == first.images and len(second.images) == 3
+    assert second.snapshots[:2] == first.snapshots and len(second.snapshots) == 3
 
 
 def test_compaction_gives_the_same_rows_from_one_file(tmp_path: Path) -> None:
@@ -214,9 +217,9 @@ def test_compaction_gives_the_same_rows_from_one_file(tmp_path: Path) -> None:
     for n in range(1, 5):
         train(store, n - 1, n)
         manifest = checkpoint(writer, tmp_path, n, since=n - 1)
-    assert len(manifest.images[0].files) == 4
+    assert len(manifest.snapshots[0].files) == 4
     merged = compact(open_place(tmp_path), manifest)
-    assert [len(i.files) for i in merged.images] == [1] * BUCKETS
+    assert [len(i.files) for i in merged.snapshots] == [1] * PARTITIONS
     assert latest_intact(open_place(tmp_path)) == merged
     assert digests(restored(tmp_path, merged)) == digests(store)
 
@@ -228,15 +231,15 @@ def test_another_table_in_the_script_is_one_line(tmp_path: Path) -> None:
     other = empty_store()
     other.declare(msgspec.structs.replace(ITEMS, dim=8))
     with pytest.raises(CheckpointError, match=r"table 'items' dim is 4 in the checkpoint, 8 here"):
-        load_bucket(other, str(tmp_path), manifest.images[0])
+        load_partition(other, str(tmp_path), manifest.snapshots[0])
     other = empty_store()
     other.declare(msgspec.structs.replace(ITEMS, optimizer=msgspec.structs.replace(ITEMS.optimizer, lr=0.2)))
     with pytest.raises(CheckpointError, match=r"optimizer.lr is 0.1 in the checkpoint, 0.2 here"):
-        load_bucket(other, str(tmp_path), manifest.images[0])
+        load_partition(other, str(tmp_path), manifest.snapshots[0])
     assert other.owned() == []
 
 
-def test_a_file_that_turns_out_bad_leaves_the_bucket_empty_and_another_can_be_loaded(tmp_path: Path) -> None:
+def test_a_file_that_turns_out_bad_leaves_the_partition_empty_and_another_can_be_loaded(tmp_path: Path) -> None:
     store = new_store()
     writer = writer_of(store)
     train(store, 0, 3)
@@ -244,26 +247,26 @@ def test_a_file_that_turns_out_bad_leaves_the_bucket_empty_and_another_can_be_lo
     at_good = store.digest(0)
     train(store, 3, 4)
     bad = checkpoint(writer, tmp_path, 2, since=1)
-    path = tmp_path / bad.images[0].files[1].path
+    path = tmp_path / bad.snapshots[0].files[1].path
     path.write_bytes(path.read_bytes()[:-3])
     again = empty_store()
     with pytest.raises(CheckpointError, match="was cut"):
-        load_bucket(again, str(tmp_path), bad.images[0])
+        load_partition(again, str(tmp_path), bad.snapshots[0])
     assert again.owned() == []
-    load_bucket(again, str(tmp_path), good.images[0])
+    load_partition(again, str(tmp_path), good.snapshots[0])
     assert again.digest(0) == at_good
 
 
 def test_rows_that_came_late_and_rows_that_went(tmp_path: Path) -> None:
-    """A table with a life cycle: its candidates are in the image too; an increment takes back what has gone."""
+    """A table with a life cycle: its candidates are in the snapshot too; an increment takes back what has gone."""
     spec = TableSpec("late", 4, OptimizerSpec(OptimizerKind.ADAGRAD, 0.1), admit_after=1, expire_batches=6)
     store = empty_store()
-    store.own(range(BUCKETS))
+    store.own(range(PARTITIONS))
     store.declare(spec)
     store.open(3, 0, 1)
 
     def push(lo: int, hi: int, at: int) -> None:
-        keys, _, _ = unique_route(np.arange(lo, hi), BUCKETS, spec.id, RANKS)
+        keys, _, _ = unique_route(np.arange(lo, hi), PARTITIONS, spec.id, RANKS)
         grads = np.ones((len(keys), spec.dim), np.float32)
         assert store.push(3, at, at + 1, 1, b"", [(int(spec.id), keys, grads, -1.0)]).applied
 
@@ -273,18 +276,18 @@ def test_rows_that_came_late_and_rows_that_went(tmp_path: Path) -> None:
     writer = writer_of(store)
     base = checkpoint(writer, tmp_path, 1)
     at_base = digests(store)
-    assert sum(i.rows for i in base.images) == 3000
+    assert sum(i.rows for i in base.snapshots) == 3000
     for at in range(5, 15):
         push(10_000, 10_040, at)
     freed = 0
-    for bucket in range(BUCKETS):
+    for partition in range(PARTITIONS):
         over = False
         while not over:
-            n, over = store.expire(bucket, 0)
+            n, over = store.expire(partition, 0)
             freed += n
     assert freed >= 3000
     delta = checkpoint(writer, tmp_path, 2, since=1)
-    assert sum(i.rows for i in delta.images) == 40
+    assert sum(i.rows for i in delta.snapshots) == 40
     assert digests(restored(tmp_path, base)) == at_base
     again = restored(tmp_path, delta)
     assert digests(again) == digests(store)
@@ -306,8 +309,8 @@ def test_a_full_disk_costs_the_checkpoint_and_nothing_else(tmp_path: Path) -> No
         checkpoint(writer, tmp_path, 1)
         at_first = digests(store)
         train(store, 2, 40, keys=20_000)
-        answer = writer.write(2, 1, str(tmp_path), [BucketId(b) for b in range(BUCKETS)])
-        assert answer.error.endswith("No space left on device") and not answer.images
+        answer = writer.write(2, 1, str(tmp_path), [PartitionId(b) for b in range(PARTITIONS)])
+        assert answer.error.endswith("No space left on device") and not answer.snapshots
         assert not list(tmp_path.rglob(".*.tmp"))
         manifest = latest_intact(open_place(tmp_path))
         assert manifest.checkpoint == 1

@@ -10,12 +10,12 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from image_stores import BUCKETS, checkpoint, digests, empty_store, new_store, train, writer_of
+from snapshot_stores import PARTITIONS, checkpoint, digests, empty_store, new_store, train, writer_of
 
-from everstep.brain.events import ImagesWritten
+from everstep.brain.events import SnapshotsWritten
 from everstep.errors import CheckpointError, StorageError
 from everstep.protect.manifest import compact, drop_checkpoints, latest_intact, list_checkpoints, problems
-from everstep.protect.restore import load_bucket
+from everstep.protect.restore import load_partition
 from everstep.storage import places
 from everstep.storage.places import open_place
 
@@ -79,13 +79,13 @@ def test_a_checkpoint_there_and_back(s3: S3) -> None:
     assert list_checkpoints(place) == [1, 2]
     assert latest_intact(place) == manifest
     again = empty_store()
-    for image in manifest.images:
-        load_bucket(again, url, image)
+    for snapshot in manifest.snapshots:
+        load_partition(again, url, snapshot)
     assert digests(again) == digests(store)
     merged = compact(place, manifest)
     assert list(problems(place, merged)) == []
-    assert drop_checkpoints(place, {1}) == BUCKETS
-    file = merged.images[0].files[0]
+    assert drop_checkpoints(place, {1}) == PARTITIONS
+    file = merged.snapshots[0].files[0]
     data = bytearray(place.read(file.path, 1 << 30))
     data[len(data) // 3] ^= 1
     place.put(file.path, bytes(data))
@@ -93,7 +93,7 @@ def test_a_checkpoint_there_and_back(s3: S3) -> None:
     assert line.startswith(f"{url}/{file.path} was changed")
     place.delete(file.path)
     with pytest.raises(CheckpointError, match=r"bucket-0000.* is missing"):
-        load_bucket(empty_store(), url, merged.images[0])
+        load_partition(empty_store(), url, merged.snapshots[0])
 
 
 def test_a_large_file_goes_in_parts(s3: S3) -> None:
@@ -111,7 +111,7 @@ def test_a_large_file_goes_in_parts(s3: S3) -> None:
     assert set(place.sizes()) == {"a/b"}, "what is not committed never appears"
 
 
-def test_an_empty_place_and_a_bucket_that_is_not_there(s3: S3) -> None:
+def test_an_empty_place_and_one_that_is_not_there(s3: S3) -> None:
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         latest_intact(open_place("s3://models/nothing"))
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
@@ -132,13 +132,13 @@ def test_a_store_that_cannot_be_reached_is_tried_again_while_training_goes_on(
     with pytest.raises(StorageError, match=f"cannot list {url}"):
         list_checkpoints(open_place(url))
     done = threading.Event()
-    answers: list[ImagesWritten] = []
+    answers: list[SnapshotsWritten] = []
 
-    def on_done(answer: ImagesWritten) -> None:
+    def on_done(answer: SnapshotsWritten) -> None:
         answers.append(answer)
         done.set()
 
-    writer.take(1, 0, url, range(BUCKETS), on_done)
+    writer.take(1, 0, url, range(PARTITIONS), on_done)
     at = 2
     while not any("trying again" in r.getMessage() for r in caplog.records):
         train(store, at, at + 1)
@@ -147,8 +147,8 @@ def test_a_store_that_cannot_be_reached_is_tried_again_while_training_goes_on(
     s3.start()
     assert done.wait(60)
     writer.close()
-    assert not answers[0].error and len(answers[0].images) == BUCKETS
-    assert sum("trying again" in r.getMessage() for r in caplog.records) <= BUCKETS
+    assert not answers[0].error and len(answers[0].snapshots) == PARTITIONS
+    assert sum("trying again" in r.getMessage() for r in caplog.records) <= PARTITIONS
 
 
 def test_a_store_that_stays_away_is_one_line_in_the_answer(s3: S3) -> None:
@@ -157,5 +157,5 @@ def test_a_store_that_stays_away_is_one_line_in_the_answer(s3: S3) -> None:
     s3.stop()
     answer = writer_of(store, retry_s=1.0).write(1, 0, "s3://models/away", [0])
     assert answer.error.startswith("cannot write s3://models/away/images/000001/bucket-0000-base-")
-    assert "\n" not in answer.error and not answer.images
+    assert "\n" not in answer.error and not answer.snapshots
     s3.start()

@@ -1,4 +1,5 @@
-"""Shards that come back after they were done, and shards as the images of a checkpoint have them: random histories."""
+"""Shards that come back after they were done, and shards as the snapshots of a checkpoint have them: random
+histories."""
 
 from __future__ import annotations
 
@@ -7,24 +8,24 @@ import random
 import pytest
 
 from everstep.brain.shards import Shards
-from everstep.ids import BucketId, Incarnation, LeaseNo, ShardKey, Slot
-from everstep.model.image import BucketImage
+from everstep.ids import Incarnation, LeaseNo, PartitionId, ShardKey, Slot
 from everstep.model.shard import ShardSchedule, ShardState, split_key
+from everstep.model.snapshot import PartitionSnapshot
 from seeds import seeds
 
-BUCKETS = 3
+PARTITIONS = 3
 EPOCHS = 3
 
 
 class World:
-    """Shards, and for every bucket the watermarks that its ps would have: what is not released is open there."""
+    """Shards, and for every partition the watermarks that its ps would have: what is not released is open there."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.shards = Shards()
         self.leases = 0
-        self.marks: list[dict[ShardKey, int]] = [{} for _ in range(BUCKETS)]
-        self.forgotten: dict[ShardKey, int] = {}  # released: all buckets have all of it
+        self.marks: list[dict[ShardKey, int]] = [{} for _ in range(PARTITIONS)]
+        self.forgotten: dict[ShardKey, int] = {}  # released: all partitions have all of it
         for name in ("a", "b"):
             self.shards.register(ShardSchedule(name=name, samples=47, shard_samples=10, seed=0))
 
@@ -66,20 +67,20 @@ class World:
             self.forgotten[key] = ends.pop()
 
     def fall_back(self) -> None:
-        """One bucket loses the end of some done shards; they must all be done again."""
-        bucket = self.rng.randrange(BUCKETS)
+        """One partition loses the end of some done shards; they must all be done again."""
+        partition = self.rng.randrange(PARTITIONS)
         for key in list(self.shards.releasing):
             if self.rng.random() < 0.3:
-                self.marks[bucket][key] -= self.rng.randint(1, 5)
-        lacking = self.shards.lacking([self.image(bucket)])
+                self.marks[partition][key] -= self.rng.randint(1, 5)
+        lacking = self.shards.lacking([self.snapshot(partition)])
         before = self.shards.samples_done
         lost = self.shards.reopen_done(lacking)
         assert self.shards.samples_done == before - lost
         assert all(self.shards.state(key) is ShardState.TODO for key in lacking)
 
-    def image(self, bucket: int) -> BucketImage:
-        marks = tuple(sorted(self.marks[bucket].items()))
-        return BucketImage(bucket=BucketId(bucket), seq=1, fingerprint=0, watermarks=marks, files=())
+    def snapshot(self, partition: int) -> PartitionSnapshot:
+        marks = tuple(sorted(self.marks[partition].items()))
+        return PartitionSnapshot(partition=PartitionId(partition), seq=1, fingerprint=0, watermarks=marks, files=())
 
     def step(self) -> None:
         actions = [self.grant, self.grant, self.work, self.work, self.finish, self.take_back, self.release]
@@ -109,29 +110,29 @@ def test_shards_come_back_and_nothing_is_lost(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", seeds(60, 150))
-def test_a_job_goes_on_from_images(seed: int) -> None:
-    """The images are taken at different moments, each after the last release, as a checkpoint's are.
+def test_a_job_goes_on_from_snapshots(seed: int) -> None:
+    """The snapshots are taken at different moments, each after the last release, as a checkpoint's are.
 
-    What is done in the resumed job is in every image completely; of all else each image knows how far it is."""
+    What is done in the resumed job is in every snapshot completely; of all else each snapshot knows how far it is."""
     world = World(seed)
     for _ in range(world.rng.randint(1, 200)):
         world.step()
     world.release = lambda: None  # type: ignore[method-assign]
-    images = []
+    snapshots = []
     applied: dict[int, dict[ShardKey, int]] = {}
-    for bucket in world.rng.sample(range(BUCKETS), BUCKETS):
-        images.append(world.image(bucket))
-        applied[bucket] = dict(world.marks[bucket]) | world.forgotten
+    for partition in world.rng.sample(range(PARTITIONS), PARTITIONS):
+        snapshots.append(world.snapshot(partition))
+        applied[partition] = dict(world.marks[partition]) | world.forgotten
         for _ in range(world.rng.randint(0, 15)):
             world.step()
     old = world.shards
-    lacking = old.lacking(images)
-    positions = old.positions(images)
+    lacking = old.lacking(snapshots)
+    positions = old.positions(snapshots)
 
     world.shards = new = Shards()
-    new.resume(positions, images)
+    new.resume(positions, snapshots)
     new.validate()
-    assert new.positions(images) == positions
+    assert new.positions(snapshots) == positions
     assert new.samples_done == old.samples_done - sum(old.releasing[key].samples for key in lacking)
     for dataset in old.datasets:
         for epoch in dataset.epochs:
@@ -142,10 +143,10 @@ def test_a_job_goes_on_from_images(seed: int) -> None:
                 covered = was is ShardState.RELEASED or (was is ShardState.DONE and key not in lacking)
                 assert (new.state(key) in (ShardState.DONE, ShardState.RELEASED)) == covered
                 start, stop = dataset.plan.bounds(index)
-                for image in images:
-                    has = applied[image.bucket].get(key, start)
-                    assert has == (stop if covered else dict(image.watermarks).get(key, start))
-    world.marks = [dict(next(i.watermarks for i in images if i.bucket == b)) for b in range(BUCKETS)]
+                for snapshot in snapshots:
+                    has = applied[snapshot.partition].get(key, start)
+                    assert has == (stop if covered else dict(snapshot.watermarks).get(key, start))
+    world.marks = [dict(next(i.watermarks for i in snapshots if i.partition == b)) for b in range(PARTITIONS)]
     for _ in range(world.rng.randint(0, 40)):
         world.step()
     world.drain()

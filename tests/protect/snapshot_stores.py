@@ -6,30 +6,30 @@ from pathlib import Path
 
 import numpy as np
 
-from everstep.ids import BucketId
-from everstep.model.image import Manifest
+from everstep.ids import PartitionId
+from everstep.model.snapshot import Manifest
 from everstep.model.table import InitKind, InitSpec, OptimizerKind, OptimizerSpec, TableSpec
 from everstep.native import Store, unique_route
-from everstep.protect.images import ImageWriter
 from everstep.protect.manifest import write_manifest
+from everstep.protect.snapshots import SnapshotWriter
 from everstep.storage.places import open_place
 
-BUCKETS = 4
+PARTITIONS = 4
 SEED = 7
 ROWS_OF_A_BATCH = 300  # at most, of each table
 ITEMS = TableSpec("items", 4, OptimizerSpec(OptimizerKind.ADAGRAD, 0.1), InitSpec(InitKind.UNIFORM, -1.0, 1.0))
 USERS = TableSpec("users", 16, OptimizerSpec(OptimizerKind.ADAM, 0.01))
-RANKS = np.zeros(BUCKETS, np.int32)
+RANKS = np.zeros(PARTITIONS, np.int32)
 
 
 def empty_store() -> Store:
-    return Store(BUCKETS, SEED)
+    return Store(PARTITIONS, SEED)
 
 
 def new_store() -> Store:
-    """Owns all buckets; shard 3 is open."""
+    """Owns all partitions; shard 3 is open."""
     store = empty_store()
-    store.own(range(BUCKETS))
+    store.own(range(PARTITIONS))
     for spec in (ITEMS, USERS):
         store.declare(spec)
     store.open(3, 0, 1)
@@ -42,7 +42,7 @@ def train(store: Store, lo: int, hi: int, keys: int = 2000, seed: int = 0) -> No
         rng = np.random.default_rng((seed, at))
         parts = []
         for spec in (ITEMS, USERS):
-            ids, _, _ = unique_route(rng.integers(0, keys, ROWS_OF_A_BATCH), BUCKETS, spec.id, RANKS)
+            ids, _, _ = unique_route(rng.integers(0, keys, ROWS_OF_A_BATCH), PARTITIONS, spec.id, RANKS)
             grads = rng.normal(size=(len(ids), spec.dim)).astype(np.float32)
             parts.append((int(spec.id), ids, grads, -1.0))
         result = store.push(3, at, at + 1, 1, b"", parts)
@@ -50,12 +50,12 @@ def train(store: Store, lo: int, hi: int, keys: int = 2000, seed: int = 0) -> No
 
 
 def digests(store: Store) -> list[bytes]:
-    return [store.digest(b) for b in range(BUCKETS)]
+    return [store.digest(b) for b in range(PARTITIONS)]
 
 
-def checkpoint(writer: ImageWriter, where: Path | str, number: int, since: int = 0, at: float = 0.0) -> Manifest:
-    """All buckets, and the manifest."""
-    answer = writer.write(number, since, str(where), [BucketId(b) for b in range(BUCKETS)])
+def checkpoint(writer: SnapshotWriter, where: Path | str, number: int, since: int = 0, at: float = 0.0) -> Manifest:
+    """All partitions, and the manifest."""
+    answer = writer.write(number, since, str(where), [PartitionId(b) for b in range(PARTITIONS)])
     assert not answer.error, answer.error
     manifest = Manifest(
         job="toy",
@@ -63,13 +63,13 @@ def checkpoint(writer: ImageWriter, where: Path | str, number: int, since: int =
         at=at,
         base=since,
         seed=SEED,
-        buckets=BUCKETS,
+        partitions=PARTITIONS,
         tables=answer.tables,
-        images=answer.images,
+        snapshots=answer.snapshots,
     )
     write_manifest(open_place(where), manifest)
     return manifest
 
 
-def writer_of(store: Store, **options: float) -> ImageWriter:
-    return ImageWriter(store, Path(), job="toy", **options)
+def writer_of(store: Store, **options: float) -> SnapshotWriter:
+    return SnapshotWriter(store, Path(), job="toy", **options)

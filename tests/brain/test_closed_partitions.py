@@ -1,4 +1,4 @@
-"""Which ps may not have which buckets, as policies are told, is what the keeper of placements goes by."""
+"""Which ps may not have which partitions, as policies are told, is what the keeper of placements goes by."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from transcript import Story
 
-from everstep.ids import BucketId, Slot
+from everstep.ids import PartitionId, Slot
 
 
 @pytest.mark.parametrize("parity", ["0", "1+1", "2+1"])
@@ -26,7 +26,7 @@ def test_closed_is_where_nothing_may_move(parity: str) -> None:
     brain = story.brain
     assert brain is not None and brain.placement is not None
     for slot in map(Slot, range(4)):
-        others = [BucketId(b) for b in range(12) if brain.placement.owner[b] != slot]
+        others = [PartitionId(b) for b in range(12) if brain.placement.owner[b] != slot]
         closed = brain.keeper.closed_to(slot)
         assert closed == tuple(b for b in others if not brain.keeper.may_move(b, slot))
         assert bool(closed) == (parity != "0")

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import msgspec
 
-from everstep.model.image import BucketImage, ImageFile, Manifest
+from everstep.model.snapshot import CheckpointFile, Manifest, PartitionSnapshot
 from everstep.native.blob import seal
-from everstep.protect.imagefile import ImageFileWriter, ImageHead, MarksBlob, Pages, read_image_file
 from everstep.protect.manifest import write_manifest
+from everstep.protect.snapshot_file import MarksBlob, Pages, SnapshotFileWriter, SnapshotHead, read_snapshot_file
 from everstep.storage.places import open_place
 
 
@@ -23,18 +23,18 @@ def of_bodies(marks: bytes) -> bytes:
     return seal(bytes(data))
 
 
-def craft(where: Path | str, manifest: Manifest, bucket: int, change: Callable[[bytes], bytes]) -> None:
-    """The marks of this bucket's newest image become others; file and manifest say so with right checksums."""
+def craft(where: Path | str, manifest: Manifest, partition: int, change: Callable[[bytes], bytes]) -> None:
+    """The marks of this partition's newest snapshot become others; file and manifest say so with right checksums."""
     place = open_place(where)
-    image = manifest.images[bucket]
-    file = image.files[-1]
+    snapshot = manifest.snapshots[partition]
+    file = snapshot.files[-1]
     with place.open(file.path) as stream:
-        parts = list(read_image_file(stream, file.path, file))
+        parts = list(read_snapshot_file(stream, file.path, file))
     with place.create(file.path) as out:
-        writer = ImageFileWriter(out.write)
+        writer = SnapshotFileWriter(out.write)
         for part in parts:
             match part:
-                case ImageHead():
+                case SnapshotHead():
                     writer.head(part)
                 case MarksBlob():
                     writer.marks(change(bytes(part)))
@@ -44,9 +44,12 @@ def craft(where: Path | str, manifest: Manifest, bucket: int, change: Callable[[
                     writer.rows(rows)
         writer.end()
         out.commit()
-    images = [i if i.bucket != image.bucket else _with(i, writer.image_file(file.path)) for i in manifest.images]
-    write_manifest(place, msgspec.structs.replace(manifest, images=tuple(images)))
+    snapshots = [
+        i if i.partition != snapshot.partition else _with(i, writer.checkpoint_file(file.path))
+        for i in manifest.snapshots
+    ]
+    write_manifest(place, msgspec.structs.replace(manifest, snapshots=tuple(snapshots)))
 
 
-def _with(image: BucketImage, file: ImageFile) -> BucketImage:
-    return msgspec.structs.replace(image, files=(*image.files[:-1], file))
+def _with(snapshot: PartitionSnapshot, file: CheckpointFile) -> PartitionSnapshot:
+    return msgspec.structs.replace(snapshot, files=(*snapshot.files[:-1], file))
