@@ -273,7 +273,7 @@ class GroupWorkers:
     def order(self, checkpoint: int, since: int) -> bool:
         job = self._job
         writing = job.brain.checkpoints.writing
-        if writing is not None and writing.builder is not None:
+        if writing is not None and writing.partial is not None:
             return False  # (now the ps write theirs)
         groups = job.brain.state.groups
         took_s = job.model.write_s(full=True)
