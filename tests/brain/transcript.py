@@ -42,6 +42,7 @@ from everstep.brain.events import (
     HotPartitions,
     InstructionType,
     JobResumed,
+    JobUnsuspended,
     LeaseExpired,
     MasterStarted,
     MemberHeard,
@@ -76,6 +77,8 @@ from everstep.brain.events import (
     StepsCommitted,
     StopAsked,
     StopProcess,
+    SupervisionDue,
+    SuspendAsked,
     Wait,
     Welcome,
     Yes,
@@ -253,6 +256,13 @@ class Story:
                 )
             case "stop":
                 return Event(at, StopAsked(" ".join(plain), "checkpoint" in plain))
+            case "suspend":
+                return Event(at, SuspendAsked(" ".join(plain)))
+            case "supervise":  # so many seconds later
+                self.at += float(plain[0])
+                return Event(self.at, SupervisionDue())
+            case "unsuspend":
+                return Event(at, JobUnsuspended(int(plain[0]), " ".join(plain[1:])))
             case "checkpoint":
                 return Event(at, CheckpointAsked(CheckpointReason(plain[0]), "base" in plain))
             case "images":

@@ -35,6 +35,8 @@ from everstep.model.job_view import (
     ShardsView,
     ShownState,
     SpeedView,
+    StageView,
+    SupervisionView,
 )
 from everstep.model.member import Role
 from everstep.model.observation import Observations, ServerSeen, WorkerSeen
@@ -97,6 +99,16 @@ def whole() -> JobView:
             {"negative": 2},
             (RunningDrill("worker:0", "slow", 4.0, 130.0),),
         ),
+        supervision=SupervisionView(
+            state="waiting",
+            since=95.0,
+            why="too few",
+            lack="1 of at least 3 workers are there",
+            until=130.0,
+            suspensions=2,
+            seconds={"waiting": 7.0},
+            stages=(StageView(90.0, "running", "enough"), StageView(95.0, "waiting", "too few")),
+        ),
     )
 
 
@@ -107,6 +119,7 @@ def variants() -> Iterator[JobView]:
     # Of mode allreduce a step is shown in place of shards; resumed, logical workers: other words.
     yield replace(view, group=None, exit_code=None, phase="training")
     yield replace(view, group=replace(view.group, logical_workers=8))
+    yield replace(view, supervision=replace(view.supervision, lack=""))
     yield replace(view, checkpoint=replace(view.checkpoint, resumed=12))
     yield replace(view, checkpoint=replace(view.checkpoint, resumed=11))
 

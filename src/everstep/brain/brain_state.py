@@ -14,6 +14,7 @@ from everstep.brain.members import Members
 from everstep.brain.policy_control import PolicyControl
 from everstep.brain.protection import Protection
 from everstep.brain.shards import Shards
+from everstep.brain.supervision import Supervision
 from everstep.model.placement import Placement
 
 SNAPSHOT_VERSION = 6
@@ -31,6 +32,7 @@ class State(msgspec.Struct, kw_only=True):
     groups: Groups = msgspec.field(default_factory=Groups)
     control: PolicyControl = msgspec.field(default_factory=PolicyControl)
     duty: Duty = msgspec.field(default_factory=Duty)
+    supervision: Supervision = msgspec.field(default_factory=Supervision)
 
     @property
     def placement(self) -> Placement | None:

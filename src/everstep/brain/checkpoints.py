@@ -437,6 +437,11 @@ class Checkpoints(CheckpointRecords):
         if self.writing is not None and self.writing.reason is CheckpointReason.FINAL:
             self.writing.reason = CheckpointReason.DUE
 
+    def go_on(self) -> None:
+        """The job did not end with its last checkpoint: it was suspended, or could not be."""
+        self.stopping, self.stopped, self.final, self.last = "", False, False, 0
+        self.writing = None
+
     # ------------------------------------------------------------ going on from another job's
 
     def resume(

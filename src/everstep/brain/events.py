@@ -365,6 +365,13 @@ class StopAsked(Fact, frozen=True, tag="stop_asked"):
     checkpoint: bool = False
 
 
+class SuspendAsked(Fact, frozen=True, tag="suspend_asked"):
+    """From ``everstep suspend`` or the agent of the master's node: make the job's state safe, and end all of its
+    processes. Answer: Ok."""
+
+    reason: str
+
+
 class RemarkMade(Fact, frozen=True, tag="remark_made"):
     """From ``everstep note``: somebody tells what the job cannot know. Answer: Ok | Refused."""
 
@@ -387,6 +394,18 @@ class CapacityChanged(Fact, frozen=True, tag="capacity_changed"):
     life: Whole = 0
 
 
+class SupervisionDue(Fact, frozen=True, tag="supervision_due"):
+    """The time is over that the job waits for members, or that they had to stay (``Supervision.due_at``)."""
+
+
+class JobUnsuspended(Fact, frozen=True, tag="job_unsuspended"):
+    """A suspended job goes on, in a new run of its master; said before that master begins. ``number``: of the
+    suspension that ends. ``reason``: for people."""
+
+    number: Whole
+    reason: str
+
+
 Said = (
     NodeJoined
     | MemberJoined
@@ -397,6 +416,7 @@ Said = (
     | ShardReturned
     | ScaleAsked
     | StopAsked
+    | SuspendAsked
     | MirrorsReady
     | PartitionsReady
     | LoadFailed
@@ -431,6 +451,8 @@ Noticed = (
     | PolicyDisabled
     | GroupDue
     | NodesDue
+    | SupervisionDue
+    | JobUnsuspended
 )
 """Facts that the master finds out by itself."""
 

@@ -17,12 +17,15 @@ class Phase(StrEnum):
     DONE = "done"
     FAILED = "failed"
     STOPPED = "stopped"
+    SUSPENDED = "suspended"
 
 
 class JobState(msgspec.Struct, kw_only=True):
     """``workers_wanted``, ``ps_wanted``: slots 0..n-1 should be filled. ``leases``: counter of this master's lease
     numbers. ``settles``: see :class:`everstep.brain.events.MasterStarted`. ``gathered``: the job waits for no more
-    nodes before it begins (``nodes``); ``nodes_due_at``: until then it does, 0.0: none has joined."""
+    nodes before it begins (``nodes``); ``nodes_due_at``: until then it does, 0.0: none has joined. ``anyway``:
+    the job has waited for long enough, and runs with those who are there. ``workers_asked``: how many it was scaled to
+    last, beside those that nodes bring along; 0: it was not scaled."""
 
     spec: JobSpec = JobSpec()
     master_incarnation: Incarnation = Incarnation(0)
@@ -40,6 +43,8 @@ class JobState(msgspec.Struct, kw_only=True):
     settles: bool = False
     gathered: bool = False
     nodes_due_at: float = 0.0
+    anyway: bool = False
+    workers_asked: int = 0
 
     @property
     def over(self) -> bool:

@@ -58,6 +58,12 @@ class Protection(msgspec.Struct, kw_only=True):
     sites: tuple[PsSite, ...] = ()
     uneven: bool = False
 
+    def forget(self) -> None:
+        """There is no map any more: nothing was trained that it would be for."""
+        fresh = Protection()
+        for field in self.__struct_fields__:
+            setattr(self, field, getattr(fresh, field))
+
     def __repr__(self) -> str:
         version = self.placement.version if self.placement is not None else 0
         return f"<protection v{version} {len(self.missing)} buckets missing, {len(self.ready)} mirrors ready>"

@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final
 
 from everstep.brain.members import SlotRecord
+from everstep.brain.supervision import JobStage
 from everstep.ids import Incarnation, Slot
 from everstep.model.member import MemberState, Role
 
@@ -38,7 +39,7 @@ class GroupState(StrEnum):
     DONE = "done"  # all steps are committed
 
 
-S, G = SlotState, GroupState
+S, G, J = SlotState, GroupState, JobStage
 Table = Mapping[Any, Mapping[Any, str]]
 
 FIRST_OF_A_PROCESS: Final = {S.STARTING: "a process is ordered", S.ALIVE: "a later process than known says hello"}
@@ -89,6 +90,21 @@ GROUP_TRANSITIONS: Final[Mapping[GroupState, Mapping[GroupState, str]]] = {
 }
 
 
+_JOB_ENDS: Final = {
+    J.SUSPENDED: "it is asked to, or max_wait is over",
+    J.DONE: "every script ran to its end",
+    J.FAILED: "it cannot go on, or shall not",
+    J.STOPPED: "it is asked to stop",
+}
+
+JOB_TRANSITIONS: Final[Mapping[JobStage, Mapping[JobStage, str]]] = {
+    J.PENDING: {J.RUNNING: "enough members are there", **_JOB_ENDS},
+    J.RUNNING: {J.WAITING: "too few members are left", **_JOB_ENDS},
+    J.WAITING: {J.RUNNING: "enough members are there, or max_wait is over", **_JOB_ENDS},
+    J.SUSPENDED: {J.PENDING: "it is asked to go on, or capacity is back"},
+}
+
+
 def slot_state(record: SlotRecord) -> SlotState:
     """The state of a slot that a process has filled."""
     if record.running:
@@ -117,9 +133,10 @@ def group_state(brain: Brain) -> GroupState:
 class StateCheck:
     """Asserts after each fact that every change since the last look is a transition of the tables. Of one brain."""
 
-    __slots__ = ("_group", "_slots")
+    __slots__ = ("_group", "_job", "_slots")
 
     def __init__(self) -> None:
+        self._job: JobStage | None = None
         self._slots: dict[tuple[Role, Slot], tuple[Incarnation, SlotState]] | None = None
         self._group: GroupState | None = None
 
@@ -137,6 +154,9 @@ class StateCheck:
         known_next = {} if group is None else GROUP_TRANSITIONS[group]
         change = f"the group went from {group} to {self._group}, by {what}"
         assert group is None or self._group is group or self._group in known_next, change
+        job, self._job = self._job, brain.state.supervision.stage
+        known_job = {} if job is None else JOB_TRANSITIONS.get(job, {})
+        assert job is None or self._job is job or self._job in known_job, f"job: {job} -> {self._job}, by {what}"
 
 
 def diagram(table: Table, first: Mapping[Any, str]) -> str:
@@ -150,5 +170,6 @@ def diagram(table: Table, first: Mapping[Any, str]) -> str:
 
 DIAGRAMS: Final = {
     "slot": diagram(SLOT_TRANSITIONS, FIRST_OF_A_PROCESS),
+    "job": diagram(JOB_TRANSITIONS, {J.PENDING: "the job begins"}),
     "group": diagram(GROUP_TRANSITIONS, {G.NONE: "the job begins"}),
 }

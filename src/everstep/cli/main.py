@@ -32,7 +32,16 @@ def cli() -> None:
 @click.option(
     "--strategy", help="allreduce, fewer workers: elastic (default): a smaller global batch; fixed: the same."
 )
-@click.option("--min-workers", type=int, help="allreduce: with fewer workers training waits (default 1).")
+@click.option("--min-workers", type=int, help="With fewer workers training waits (default 1).")
+@click.option("--max-workers", type=int, help="No more workers than these, whatever nodes bring along.")
+@click.option("--min-ps", type=int, help="With fewer ps the job counts as waiting (default 1).")
+@click.option("--max-ps", type=int, help="No more ps than these.")
+@click.option("--max-wait", help="So long the job waits for enough workers and ps, e.g. 10m (default off: for ever).")
+@click.option("--on-wait-timeout", help="What then: suspend (default), fail, or run with those who are there.")
+@click.option("--recovery", help="After a loss: run_with_available (default) or wait_for_all.")
+@click.option("--global-batch", help="allreduce, fewer workers: fixed, or scale (see --strategy).")
+@click.option("--fail-tolerance", type=int, help="Lost workers and ps that the job takes, beside lost nodes.")
+@click.option("--stabilization", help="Capacity that is back counts after so long (default 10s).")
 @click.option(
     "--logical-workers", type=int, help="allreduce: parts of every batch, on any number of workers: same bits."
 )

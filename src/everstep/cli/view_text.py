@@ -17,6 +17,7 @@ from everstep.model.job_view import (
     PlanView,
     ProtectionView,
     ShownState,
+    SupervisionView,
 )
 from everstep.model.member import Role
 from everstep.units import human_bytes
@@ -219,6 +220,23 @@ def held_text(member: MemberView) -> str:
 # ---------------------------------------------------------------- all of it
 
 
+def supervision_text(found: SupervisionView, at: float) -> str:
+    """Return ``waiting for 0:12: 1 of at least 4 workers are there; for another 0:48 at most; before: running for
+    2:10``; "": it runs, and always did."""
+    parts = []
+    if found.suspending:
+        parts.append(f"is being suspended: {found.suspending}")
+    elif found.state != "running":
+        parts.append(f"{found.state} for {clock(at - found.since)}: {found.lack or found.why}")
+        parts += [f"for another {clock(max(0.0, found.until - at))} at most"] if found.until else []
+    parts += [f"{state} {clock(s)} in all" for state, s in found.seconds.items() if state == "waiting" and s >= 1.0]
+    parts += [f"suspended {found.suspensions} times"] if found.suspensions else []
+    if parts and len(found.stages) > 1:
+        before, now = found.stages[-2:]
+        parts.append(f"before: {before.state} for {clock(now.at - before.at)} ({before.why})")
+    return "; ".join(parts)
+
+
 def progress_line(view: JobView) -> str:
     """Return one plain line for a log."""
     parts = []
@@ -248,6 +266,8 @@ def progress_line(view: JobView) -> str:
 def fact_lines(view: JobView) -> Iterator[tuple[str, bool]]:
     """Yield a line for each thing that the job has, and whether it needs a look. ``picture`` and the head of ``everstep
     explain`` show them."""
+    if view.supervision is not None and (found := supervision_text(view.supervision, view.at)):
+        yield found, view.supervision.state != "running"
     if len(view.nodes) > 1 or any(n.draining or not n.alive for n in view.nodes):
         yield from ((node_text(node), node.draining or not node.alive) for node in view.nodes)
     if view.group is not None:

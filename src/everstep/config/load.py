@@ -47,6 +47,10 @@ _PREFIX: Final = "EVERSTEP_"
 _NOT_SETTINGS: Final = frozenset({"EVERSTEP_RUN_DIR"})
 """Set for a job's own processes, where it does not mean "put the run here"."""
 
+GLOBAL_BATCH: Final = "global_batch"
+STRATEGIES: Final = {"fixed": "fixed", "scale": "elastic"}
+"""What ``global_batch`` says -> the strategy."""
+
 _TYPES: Final[dict[str, Any]] = typing.get_type_hints(JobSpec)
 
 # field -> (least, most); what lies outside is a typing error, or would only fail later and less clearly.
@@ -60,6 +64,10 @@ _RANGES: Final[dict[str, tuple[float, float]]] = {
     "nodes_wait_s": (0.0, 86_400.0),
     "ps": (0, MEMBERS_MAX),
     "min_workers": (1, MEMBERS_MAX),
+    "max_workers": (0, MEMBERS_MAX),
+    "min_ps": (1, MEMBERS_MAX),
+    "max_ps": (0, MEMBERS_MAX),
+    "fail_tolerance": (-1, 1_000_000),
     "logical_workers": (0, 100_000),
     "processes_per_worker": (1, 1024),
     "seed": (0, 2**63 - 1),
@@ -96,9 +104,13 @@ def load_spec(
     """
     values: dict[str, Any] = {}
     origins: dict[str, str] = dict.fromkeys(_TYPES, "default")
+    batch, batch_at = "", ""  # ``global_batch``: the strategy by the word of supervisors
     if job_yaml is not None:
         for name, value, line in _read_yaml(job_yaml):
             origin = f"{job_yaml} line {line}"
+            if name == GLOBAL_BATCH:
+                batch, batch_at = str(value), origin
+                continue
             field = OLD_SETTINGS.get(name, name)
             if field != name:
                 tell(renamed_line(f"{origin}: {name}", field))
@@ -116,6 +128,9 @@ def load_spec(
     for name, value in flags.items():
         if value is None:
             continue
+        if name == GLOBAL_BATCH:
+            batch, batch_at = str(value), _flag(name)
+            continue
         origin, field = _flag(name), OLD_SETTINGS.get(name, name)
         if field != name:
             if flags.get(field) is not None:
@@ -128,9 +143,30 @@ def load_spec(
         values["policy"] = POLICY_ALIASES.get(values["policy"], values["policy"])
     if values.get("mode") == "allreduce" and "ps" not in values:
         values["ps"] = 0
+    if batch:
+        values["strategy"] = strategy_of(batch, batch_at, values, origins)
+        origins["strategy"] = f"{batch_at}: {GLOBAL_BATCH}"
     spec = JobSpec(**values)
     check_spec(spec, origins)
     return spec, origins
+
+
+def strategy_of(batch: str, batch_at: str, values: Mapping[str, Any], origins: Mapping[str, str]) -> str:
+    """Return the strategy that ``global_batch`` stands for. Raises ConfigError: no such word, the mode has no global
+    batch, or the strategy that was given says otherwise."""
+    where = f"{GLOBAL_BATCH} = {batch!r} ({batch_at})"
+    if batch not in STRATEGIES:
+        raise ConfigError(f"{where}: expected fixed or scale")
+    if values.get("mode", "ps") != "allreduce":
+        raise ConfigError(
+            f"{where}: needs mode: allreduce; in mode ps each worker has batches of its own, and there is no global one"
+        )
+    given: str = values.get("strategy", STRATEGIES[batch])
+    if given != STRATEGIES[batch]:
+        raise ConfigError(
+            f"{where} and strategy = {given!r} ({origins['strategy']}): they contradict; give one of them"
+        )
+    return given
 
 
 def _flag(field: str) -> str:
@@ -178,6 +214,7 @@ def check_spec(spec: JobSpec, origins: Mapping[str, str] | None = None) -> None:
     if spec.notices:
         parse_notices(spec.notices, f"notices = {spec.notices!r}{at['notices']}")
     _check_capacity(spec, at)
+    _check_supervision(spec, at)
     if spec.metrics:
         parse_host_port(spec.metrics, f"metrics = {spec.metrics!r}{at['metrics']}")
     if spec.bind:
@@ -206,6 +243,33 @@ def _check_capacity(spec: JobSpec, at: Mapping[str, str]) -> None:
     if kind == "command" and not spec.capacity_nodes:
         raise ConfigError(
             f"capacity = {spec.capacity!r}{at['capacity']}: give capacity_nodes, how many machines it is asked for"
+        )
+
+
+def _check_supervision(spec: JobSpec, at: Mapping[str, str]) -> None:
+    """Check who is waited for, and for how long."""
+    for role, wanted in (("workers", spec.workers), ("ps", spec.ps)):
+        least, most = getattr(spec, f"min_{role}"), getattr(spec, f"max_{role}")
+        low, high = f"min_{role} = {least}{at[f'min_{role}']}", f"max_{role} = {most}{at[f'max_{role}']}"
+        if most and least > most:
+            raise ConfigError(f"{low}: more than {high}")
+        if most and wanted > most:
+            raise ConfigError(f"{role} = {wanted}{at[role]}: more than {high}")
+        if role == "workers" and (spec.capacity or spec.bind):
+            continue  # (nodes that join bring more along)
+        if least > max(1, wanted):
+            raise ConfigError(f"{low}: more than {role} = {wanted}{at[role]}")
+    parse_limit(spec.max_wait, f"max_wait{at['max_wait']}")
+    where = f"stabilization = {spec.stabilization!r}{at['stabilization']}"
+    try:
+        stable_s = seconds(spec.stabilization)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: expected a span such as '10s' ({error})") from None
+    if stable_s > 86_400:
+        raise ConfigError(f"{where}: at most a day")
+    if spec.on_wait_timeout != "suspend" and spec.max_wait == "off":
+        raise ConfigError(
+            f"on_wait_timeout = {spec.on_wait_timeout!r}{at['on_wait_timeout']}: the job waits for ever; give max_wait"
         )
 
 
@@ -262,7 +326,7 @@ def _check_mode(spec: JobSpec, at: Mapping[str, str]) -> None:
         if spec.ps < 1:
             raise ConfigError(f"ps = {spec.ps}{at['ps']}: must be at least 1 in mode ps (see mode: allreduce)")
         defaults = JobSpec()
-        for field in ("strategy", "min_workers", "logical_workers", "processes_per_worker", "lr_rule", "heal_from"):
+        for field in ("strategy", "logical_workers", "processes_per_worker", "lr_rule", "heal_from"):
             if getattr(spec, field) != getattr(defaults, field):
                 raise ConfigError(f"{field} = {getattr(spec, field)!r}{at[field]}: needs mode: allreduce")
         return
@@ -274,10 +338,6 @@ def _check_mode(spec: JobSpec, at: Mapping[str, str]) -> None:
     if spec.ps and spec.protect == "eager":
         raise ConfigError(
             f"protect = 'eager'{at['protect']}: not in mode allreduce: nobody has what mirrors may lack; use acked"
-        )
-    if spec.min_workers > spec.workers:
-        raise ConfigError(
-            f"min_workers = {spec.min_workers}{at['min_workers']}: more than workers = {spec.workers}{at['workers']}"
         )
     if 0 < spec.logical_workers < spec.workers:
         raise ConfigError(

@@ -26,7 +26,15 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     consistency: str = "async"  # mode ps: async, bounded:S, sync, sync:B (see config.consistency)
     mode: Literal["ps", "allreduce"] = "ps"  # where the dense part lives: on the ps, or on every worker (synchronous)
     strategy: Literal["elastic", "fixed"] = "elastic"  # allreduce, fewer workers: smaller global batch, or the same
-    min_workers: int = 1  # allreduce: below so many, training waits
+    min_workers: int = 1  # below so many, training waits
+    max_workers: int = 0  # no more than so many, whatever nodes bring along; 0: any number
+    min_ps: int = 1  # below so many, the job counts as waiting
+    max_ps: int = 0  # no more than so many; 0: any number
+    max_wait: str = "off"  # so long the job waits for enough workers and ps; "off": for ever
+    on_wait_timeout: Literal["suspend", "fail", "run"] = "suspend"  # what then; run: with what there is
+    recovery: Literal["run_with_available", "wait_for_all"] = "run_with_available"  # after a loss
+    fail_tolerance: int = -1  # so many lost workers and ps are taken, beside those of lost nodes; -1: any number
+    stabilization: str = "10s"  # capacity that is back counts once it has stayed for so long
     logical_workers: int = 0  # allreduce: parts of every global batch, on however many workers: same bits; 0: off
     processes_per_worker: int = 1  # allreduce: processes that share one replica of the model (FSDP2: fully_shard)
     lr_rule: Literal["none", "linear", "sqrt"] = "none"  # allreduce, elastic: learning rate when the batch changes

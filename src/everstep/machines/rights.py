@@ -43,6 +43,7 @@ from everstep.brain.events import (
     SnapshotsWritten,
     StepsCommitted,
     StopAsked,
+    SuspendAsked,
 )
 from everstep.brain.policy_control import line
 from everstep.ids import PartitionId, ShardKey, Slot
@@ -364,6 +365,7 @@ RIGHTS: Final[dict[type, Right]] = {
     RemarkMade: Right(_COMMAND, _anyone, _remark),
     CapacityChanged: Right(_COMMAND, _anyone, _capacity),
     StopAsked: Right(_COMMAND | _AGENT, _anyone, _anyone),
+    SuspendAsked: Right(_COMMAND | _AGENT, _anyone, _anyone),
     wire.Drill: Right(_COMMAND, _anyone, _anyone),
     wire.GetStatus: Right(_COMMAND | _WORKER | _PS | _AGENT, _anyone, _anyone),
     wire.GetSpec: Right(_COMMAND | _AGENT, _anyone, _anyone),

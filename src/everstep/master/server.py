@@ -54,6 +54,7 @@ from everstep.brain.events import (
     Sender,
     StartProcess,
     StopProcess,
+    SupervisionDue,
     Wait,
 )
 from everstep.brain.turns import PaceKeeper
@@ -648,6 +649,8 @@ class Master:
             job = self.brain.job
             if not job.gathered and 0 < job.nodes_due_at <= at:
                 self._tell(NodesDue())
+            if 0 < self.brain.state.supervision.due_at <= at:
+                self._tell(SupervisionDue())
             self.checkpoints.tick(at)
             self.confirmations.tick(at)
             self.hot.tick(at)

@@ -260,6 +260,44 @@ class PlanView(msgspec.Struct, frozen=True):
     disabled: str = ""
 
 
+class StageView(msgspec.Struct, frozen=True):
+    """Shows that the job came into a state.
+
+    - ``at``: when [seconds since 1970]
+    - ``state``: into which [one of pending, waiting, running, suspended, done, failed, stopped]
+    - ``why``: for what reason [text]
+    """
+
+    at: float
+    state: str
+    why: str
+
+
+class SupervisionView(msgspec.Struct, frozen=True, kw_only=True):
+    """Shows the state of the job, and for whom it waits.
+
+    - ``state``: of the job [one of pending, waiting, running, suspended, done, failed, stopped]
+    - ``since``: since when it is in it [seconds since 1970]
+    - ``why``: for what reason [text]
+    - ``lack``: of whom there are too few; "": of nobody [text]
+    - ``until``: when it has waited for as long as it may; 0: never, or it does not wait [seconds since 1970]
+    - ``suspending``: why it is being suspended; "": it is not [text]
+    - ``suspensions``: of the job so far [number]
+    - ``seconds``: that it was in each state, by state [seconds]
+    - ``stages``: its last changes of state, the newest last [states]
+    """
+
+    state: str
+    since: float
+    why: str
+    lack: str = ""
+    until: float = 0.0
+    suspending: str = ""
+    suspensions: int = 0
+    seconds: dict[str, float] = {}
+    stages: tuple[StageView, ...] = ()
+
+
 class ProcessCounters(msgspec.Struct, frozen=True, kw_only=True):
     """Has what one process has counted since it began, by its last beat; None: it has not said. They begin anew with
     each incarnation.
@@ -353,7 +391,7 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True, tag="job_view"):
     - ``job``: its name [text]
     - ``mode``: how it trains [one of ps, allreduce]
     - ``consistency``: of mode ps [one of async, sync, bounded]
-    - ``phase``: of the job [one of starting, training, finishing, done, failed, stopped]
+    - ``phase``: of the job [one of starting, training, finishing, done, failed, stopped, suspended]
     - ``at``: the moment [seconds since 1970]
     - ``started_at``: when it began [seconds since 1970]
     - ``exit_code``: that it ended with; None: it has not [exit status]
@@ -376,6 +414,7 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True, tag="job_view"):
     - ``group``: None: mode ps, or no group yet [group]
     - ``plan``: None: no policy has wanted anything so far [plans]
     - ``speed``: None: it was not asked for [members]
+    - ``supervision``: the state of the job, and for whom it waits [states]
     """
 
     job: str
@@ -404,3 +443,4 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True, tag="job_view"):
     group: GroupView | None = None
     plan: PlanView | None = None
     speed: SpeedView | None = None
+    supervision: SupervisionView | None = None

@@ -43,6 +43,14 @@ METRICS: tuple[Metric, ...] = (
         "samples_per_s",
     ),
     Metric("everstep_group_steps_total", "counter", (), "Committed steps of the group (mode allreduce).", "group.step"),
+    Metric(
+        "everstep_job_state_seconds_total",
+        "counter",
+        ("state",),
+        "How long the job has been pending, waiting, running, suspended.",
+        "supervision.seconds{state}",
+    ),
+    Metric("everstep_job_suspensions_total", "counter", (), "How often it was suspended.", "supervision.suspensions"),
     Metric("everstep_members", "gauge", ("role", "state"), "Workers and ps by state.", "members[]"),
     Metric(
         "everstep_members_wanted", "gauge", ("role",), "How many workers and ps the job wants.", "members_wanted{role}"

@@ -29,11 +29,14 @@ from everstep.model.job_view import (
     ShardsView,
     ShownState,
     SpeedView,
+    StageView,
+    SupervisionView,
 )
 from everstep.model.member import MemberKey, Role
 from everstep.model.observation import Observations, ServerSeen, WorkerSeen
 from everstep.monitor.slowness import drill_words, judge
 from everstep.policies.node_selection import HOME_NODE
+from everstep.policies.waits import max_wait_s
 
 EPOCHS_SHOWN = 20  # of each dataset, the newest
 
@@ -96,6 +99,7 @@ def make_job_view(brain: Brain, at: float, measured: Measured = Measured(), spee
         group=group_view(brain, measured.steps_per_s),
         plan=plan_view(brain),
         speed=speed,
+        supervision=supervision_view(brain, at),
     )
 
 
@@ -282,6 +286,25 @@ def group_view(brain: Brain, steps_per_s: float) -> GroupView | None:
         paused=books.group.hold,
         logical_workers=spec.logical_workers,
         steps_void=sum(v.last + 1 - v.first for v in books.history.voids),
+    )
+
+
+def supervision_view(brain: Brain, at: float) -> SupervisionView | None:
+    """None: before the first fact."""
+    books = brain.state.supervision
+    if not books.changes:
+        return None
+    wait_s = max_wait_s(brain.job.spec)
+    return SupervisionView(
+        state=books.stage.value,
+        since=books.since,
+        why=books.why,
+        lack=books.lack,
+        until=books.short_since + wait_s if books.lack and wait_s and books.short_since else 0.0,
+        suspending=books.suspending if not brain.job.over else "",
+        suspensions=books.suspensions,
+        seconds=books.seconds(at),
+        stages=tuple(StageView(c.at, c.stage.value, c.why) for c in books.changes),
     )
 
 

@@ -8,6 +8,7 @@
 --mix hybrid           as group, with tables on ps to which committed steps are pushed
 --mix resume           as ps; besides, the whole job ends and another goes on from a checkpoint, on other numbers
 --mix paced            runs of consistency sync and bounded
+--mix suspend          jobs that are suspended, by hand and by themselves, and go on in the same journal
 --mix ps               runs in which ps keep mirrors and are lost, moved and scaled; else only workers and masters are
 """
 
@@ -35,6 +36,7 @@ from everstep.sim.mutations_resume import RESUME_MUTATIONS
 from everstep.sim.resume import resume_scenario, simulate_resume
 from everstep.sim.scenario import paced_scenario, random_scenario, storm_scenario
 from everstep.sim.simulation import Parts, SimOutcome, simulate
+from everstep.sim.suspend import simulate_suspend, suspend_scenario
 
 CHUNK = 100
 RECORDED, MOST = 3, 3000  # seeds for each planted bug, and how many are searched for them
@@ -43,6 +45,7 @@ MIXES: dict[str, tuple[Callable[[int], Any], tuple[Mutation, ...], Callable[...,
     "paced": (paced_scenario, PACED_MUTATIONS, simulate),
     "ps": (storm_scenario, PS_MUTATIONS, simulate),
     "resume": (resume_scenario, RESUME_MUTATIONS, simulate_resume),
+    "suspend": (suspend_scenario, (), simulate_suspend),
     "hybrid": (hybrid_scenario, HYBRID_MUTATIONS, simulate_hybrid),
     "group": (group_scenario, GROUP_MUTATIONS, simulate_group),
 }

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from everstep.brain.brain import Brain
-from everstep.brain.checkpoints import GIVE_UP_S
 from everstep.brain.events import (
     MASTER,
     AnswerType,
@@ -45,6 +44,7 @@ from everstep.brain.events import (
     ShardReturned,
     StartProcess,
     StopProcess,
+    SupervisionDue,
     Welcome,
 )
 from everstep.brain.job import Phase
@@ -147,6 +147,8 @@ class SimMaster(SimProcess):
         self.watch = sim.parts.watch(sim.spec)
         self.pace = PaceKeeper(self.brain, self.watch, sim.spec, self.incarnation, self.order_turn, sim.parts.pacing)
         self.clock = max(EPOCH_S + self.kernel.now, disk.log[-1][0].at if disk.log else 0.0)
+        for fact in sim.first_facts(self.brain):
+            self.record(fact)
         self.record(MasterStarted(self.incarnation, sim.spec, settles=True))
         self.later(TICK_S, self.tick)
 
@@ -365,6 +367,8 @@ class SimMaster(SimProcess):
         self.pace.tick(now)
         for event in self.watch.tick(now):
             self.record(event)
+        if 0 < self.brain.state.supervision.due_at <= now:
+            self.record(SupervisionDue())
         if self.sim.scenario.checkpoint_s:
             self.tick_checkpoints(now)
         self.later(TICK_S, self.tick)
@@ -392,7 +396,7 @@ class SimMaster(SimProcess):
                 self.record(CheckpointAsked(CheckpointReason.DUE))
         elif writing.manifest is not None:
             self.commit(writing.manifest)
-        elif now - writing.began_at >= GIVE_UP_S:
+        elif now - writing.began_at >= brain.checkpoints.limit_s:
             self.record(CheckpointAsked(CheckpointReason.LATE))
         elif now - self.snapshots_asked_at >= 1.0:
             self.order_snapshots()

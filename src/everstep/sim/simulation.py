@@ -124,6 +124,10 @@ class Simulation:
         master = self.master = SimMaster(self, self.masters)
         return master
 
+    def first_facts(self, brain: Brain) -> list[FactType]:
+        """Return what a new master says before it begins."""
+        return []
+
     def new_agent(self, node: str) -> None:
         agent = self.agents[node] = SimAgent(self, node, 2, 0)
         agent.start()

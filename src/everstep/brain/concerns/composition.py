@@ -20,6 +20,7 @@ from everstep.brain.concerns.plans import PlanConcern
 from everstep.brain.concerns.processes import ProcessConcern
 from everstep.brain.concerns.ps_slots import PsSlotConcern
 from everstep.brain.concerns.saving import SavingConcern
+from everstep.brain.concerns.supervisor import SupervisorConcern
 from everstep.brain.concerns.training import GroupTraining, LeaseTraining, Training
 
 
@@ -46,6 +47,7 @@ class Concerns:
         "saving",
         "settling",
         "state",
+        "supervisor",
         "training",
     )
 
@@ -71,6 +73,7 @@ class Concerns:
         self.saving = SavingConcern(state, self)
         self.plans = PlanConcern(state, self)
         self.ending = EndingConcern(state, self)
+        self.supervisor = SupervisorConcern(state, self)
         self.compose()
 
     def compose(self) -> None:
@@ -88,7 +91,7 @@ class Concerns:
             first = (leases,)
         self.placement = PlacementConcern(self.state, self, self.training.ahead)
         members = (self.nodes, self.members, self.processes, self.losses, self.ps_slots)
-        data = (self.datasets, self.chief, self.saving, self.plans, self.ending)
+        data = (self.datasets, self.chief, self.saving, self.plans, self.ending, self.supervisor)
         self.all = (*first, self.training, self.placement, *last, self.lifetime, *members, *data)
         self.handlers = {kind: handler for concern in self.all for kind, handler in concern.handlers().items()}
         self.settling = tuple(c for c in self.all if type(c).settle is not Concern.settle)

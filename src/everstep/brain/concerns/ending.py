@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import cast
 
 from everstep.brain.checkpoints import ends_with_checkpoint
-from everstep.brain.concerns.concern import OK, Concern, Handlers, Out
+from everstep.brain.concerns.concern import OK, Concern, Handlers, Inputs, Out
 from everstep.brain.events import Event, FinishJob, Note, StopAsked
 from everstep.brain.job import Phase
 from everstep.model.decision import Decision
@@ -29,7 +29,8 @@ class EndingConcern(Concern):
     def _stop_asked(self, e: StopAsked, told: Event) -> Out:
         if self.job.over:
             return [OK, FinishJob(cast(int, self.job.exit_code), self.job.error)]
-        if e.checkpoint and ends_with_checkpoint(self.job.spec) and self.concerns.training.unsaved():
+        suspending, self.state.supervision.suspending = self.state.supervision.suspending, ""  # (to stop is more)
+        if e.checkpoint and (suspending or ends_with_checkpoint(self.job.spec)) and self.concerns.training.unsaved():
             if self.checkpoints.stopping:
                 return [OK]
             self.checkpoints.stopping = e.reason
@@ -37,6 +38,38 @@ class EndingConcern(Concern):
             return [OK, Note("", why), *self._rest(), *self._stop_when_saved(told.at)]
         why = Decision("stop the job", e.reason)
         return [OK, Note("", why), self.job.finish(Phase.STOPPED, 0, "")]
+
+    def suspend(self, reason: str, at: float) -> Out:
+        """Make the job's state safe, as a job does that stops, and end all of its processes."""
+        if not self.concerns.training.can_be_saved():
+            return self.suspended(at)
+        self.checkpoints.stopping = reason
+        why = Decision("suspend the job", f"{reason}: after a checkpoint")
+        return [Note("", why), *self._rest(), *self._stop_when_saved(at)]
+
+    def suspended(self, at: float) -> Out:
+        """Nothing of the job has to run any more; or its state could not be made safe, and it goes on."""
+        books, checkpoints = self.state.supervision, self.checkpoints
+        saved, newest = bool(checkpoints.last), checkpoints.newest
+        lost = self.concerns.training.lost_if_ended()
+        if not saved and (self.concerns.training.can_be_saved() or (lost and newest is None)):
+            return self._cannot_suspend(at)
+        words = books.suspending
+        if not saved and lost:
+            since = f"checkpoint {newest.checkpoint}" if newest is not None else "its beginning"
+            words += f"; nobody is left who could write a checkpoint: the job will go on from {since}"
+        books.suspensions += 1
+        inputs: Inputs = {"checkpoint": newest.checkpoint if newest is not None else 0}
+        return [Note("", Decision("suspended", words, inputs)), self.job.finish(Phase.SUSPENDED, 0, "")]
+
+    def _cannot_suspend(self, at: float) -> Out:
+        words = f"{self.state.supervision.suspending}; but no checkpoint could be written, so the job goes on"
+        self.concerns.supervisor.cannot_suspend(at)
+        self.checkpoints.go_on()
+        for slot, record in self.members.workers.items():
+            if slot < self.job.workers_wanted and not (record.running or record.finished or record.drained):
+                record.waiting = True
+        return [Note("", Decision("cannot suspend", words)), *self.concerns.processes.fill(at)]
 
     @property
     def rests(self) -> bool:
@@ -54,11 +87,16 @@ class EndingConcern(Concern):
         """Towards the end of a job that was asked to stop with a last checkpoint, committed or given up."""
         if self.rests and any(s.running for s in self.members.workers.values()):
             return []
+        suspending = bool(self.state.supervision.suspending)
         if not self.checkpoints.stopped:
+            if suspending and self.checkpoints.writing is None and not self.concerns.training.can_be_saved():
+                return self.suspended(at)  # (there is nothing new, or nobody who could write it)
             # (nothing while another one is written)
             return self.checkpoints.begin(
                 self.job, at, CheckpointReason.STOP, False, self.concerns.training.saved_words()
             )
+        if suspending:
+            return self.suspended(at)
         why = Decision("stop the job", self.checkpoints.stopping)
         return [Note("", why), self.job.finish(Phase.STOPPED, 0, "")]
 

@@ -9,6 +9,7 @@ from everstep.brain.concerns.group_splits import StepSplits
 from everstep.brain.events import InstructionType, Note, PublishGroup, StopProcess
 from everstep.brain.group import STOP_AFTER_S, Inputs, Leaver, Stint, Void
 from everstep.brain.job import Phase
+from everstep.brain.supervision import least_workers
 from everstep.model.decision import Decision
 from everstep.model.group import Group, GroupMember, Mark
 from everstep.model.member import Role
@@ -68,7 +69,7 @@ class Generations(GroupPart):
             keeper = next((m for m in staying if self.facts.holds(m)), None)
             wanted = [m for m in staying if m is keeper or not self.facts.leaves(m)]
         wanted = admitted(wanted, synced, job.spec.logical_workers)
-        hold = hold_words(len(wanted), job.spec.min_workers) if wanted else "every worker left"
+        hold = hold_words(len(wanted), least_workers(job, self.members)) if wanted else "every worker left"
         if self.facts.rests:
             hold = hold or "the job stops, and its last checkpoint is of one step"
         if wanted and self.facts.data_done():
@@ -180,7 +181,7 @@ class Generations(GroupPart):
             return out  # (their scripts are behind the loop with what all had: perhaps the chief's)
         records = self.members.workers.values()
         expected = {s.member.slot for s in records if s.running and not s.stopping and not self.facts.has_left(s)}
-        least = job.spec.min_workers
+        least = least_workers(job, self.members)
         if books.timing.too_few != (too_few := len(there) < max(1, least)):
             books.timing.too_few, books.timing.due_at = too_few, 0.0
         due_at = books.timing.due_at
@@ -204,7 +205,7 @@ class Generations(GroupPart):
         members = admitted(there, [], job.spec.logical_workers)[: job.spec.logical_workers or None]
         books.origin = books.generations + 1
         books.entered = {m.slot: (m.incarnation, books.origin) for m in members}
-        hold = hold_words(len(members), job.spec.min_workers)
+        hold = hold_words(len(members), least_workers(job, self.members))
         group = self._next(tuple(members), hold, begin, restore, books.origin)
         place = f"step {begin.step}" + (f", from checkpoint {restore}" if restore else "")
         words = f"{len(members)} of {job.workers_wanted} workers begin at {place}"

@@ -19,6 +19,7 @@ from everstep.brain.events import (
 )
 from everstep.brain.members import SlotRecord
 from everstep.brain.shards import Dataset, Epoch, HeldLease, lease_words
+from everstep.brain.supervision import least_workers
 from everstep.ids import LeaseNo, ShardKey, Slot
 from everstep.model.decision import Decision
 from everstep.model.member import Role
@@ -142,7 +143,7 @@ class LeaseConcern(Concern):
         if shards.over(dataset, e.until_epoch):
             shards.tell_end(dataset, e.until_epoch)
             return [END]
-        if record.stopping or self.job.over:
+        if record.stopping or self.job.over or self._too_few():
             return [self._wait()]
         index = None
         for epoch in dataset.open_epochs(e.until_epoch):
@@ -205,6 +206,10 @@ class LeaseConcern(Concern):
         number, epoch, _ = split_key(key)
         if 0 < self.shards.datasets[number].loop_of(epoch) < record.loop and not record.stopping:
             self.shards.carried.add(key)
+
+    def _too_few(self) -> bool:
+        """Whether nobody trains until more workers are there."""
+        return bool(self.state.supervision.lack) and least_workers(self.job, self.members) > 1
 
     def _wait(self) -> Reply:
         return Reply(Wait(max(WAIT_MIN_S, len(self.members.workers) / WAIT_WORKERS_PER_S)))

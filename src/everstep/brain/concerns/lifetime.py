@@ -24,7 +24,8 @@ class LifetimeConcern(Concern):
         job = self.job
         if e.incarnation <= job.master_incarnation:
             return []
-        first = job.master_incarnation == 0
+        first, goes_on = job.master_incarnation == 0, self.state.supervision.goes_on
+        self.state.supervision.goes_on = False
         job.master_incarnation = e.incarnation
         job.leases, job.settles = 0, e.settles
         out: Out = []
@@ -35,7 +36,7 @@ class LifetimeConcern(Concern):
             self.concerns.compose()
             why = self.concerns.training.begun_words()
             out.append(Note("", Decision("job started", why, {"seed": e.spec.seed})))
-        else:
+        elif not goes_on:
             job.master_failures += 1
             inputs: Inputs = {
                 "incarnation": e.incarnation,

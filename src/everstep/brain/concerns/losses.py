@@ -30,6 +30,8 @@ class LossConcern(Concern):
     ) -> Out:
         """A process is no more, or counts as such. Take its leases back and fill the slot again. ``error``: that it
         told of itself."""
+        if not (node_lost or record.stopping or self.concerns.training.said_done(record)):
+            self.state.supervision.losses += 1
         if record.member.role is Role.PS:
             return self.concerns.ps_slots.gone(record, at, reason, inputs, error)
         member = record.member

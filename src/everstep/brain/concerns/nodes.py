@@ -60,10 +60,12 @@ class NodeConcern(Concern):
             node = members.nodes[e.node] = Node(e.node, e.host, e.worker_places, e.ps_places)
             node.returns, node.since = e.returns, told.at
             if e.node != HOME_NODE and e.worker_places > 0 and not job.over:
-                node.brought = e.worker_places
-                for slot in range(job.workers_wanted, job.workers_wanted + e.worker_places):
+                most = job.spec.max_workers
+                room = max(0, most - job.workers_wanted) if most else e.worker_places
+                node.brought = min(e.worker_places, room)
+                for slot in range(job.workers_wanted, job.workers_wanted + node.brought):
                     members.homes[Slot(slot)] = e.node
-                job.workers_wanted += e.worker_places
+                job.workers_wanted += node.brought
             places = e.worker_places if e.worker_places else "any number of"
             words = f"it has {places} places for workers"
             words += f", {e.ps_places if e.ps_places < PLACES_MAX else 'any number of'} for ps" if e.ps_places else ""

@@ -11,6 +11,7 @@ from everstep.model.failure import pause_s
 from everstep.model.member import Role
 from everstep.policies.node_selection import HOME_NODE
 from everstep.policies.scaling import after_drain, refuse_ps, refuse_workers
+from everstep.policies.waits import refuse_count
 
 STOP_GRACE_S = 10.0  # a worker asked to leave finishes its batch and gives its shards back
 
@@ -100,6 +101,7 @@ class ProcessConcern(Concern):
         wanted = {e.role: e.count, **dict(e.also)}
         for role, count in wanted.items():
             error = f"the number of {role}s cannot be changed"
+            bounds = refuse_count(job.spec, "workers" if role is Role.WORKER else "ps", count)
             if role is Role.WORKER:
                 error = refuse_workers(count)
             elif role is Role.PS and not job.spec.ps:
@@ -108,6 +110,7 @@ class ProcessConcern(Concern):
                 error = refuse_ps(count, self.concerns.placement.facts.code, job.spec.partitions)
                 if not error and self.state.placement is None:
                     error = "not yet: not every ps has joined"
+            error = error or bounds
             if error:
                 return [Reply(Refused(error))]
         out: Out = [OK]
@@ -119,7 +122,7 @@ class ProcessConcern(Concern):
 
     def scale_workers(self, count: int, at: float) -> Out:
         job, workers = self.job, self.members.workers
-        old, job.workers_wanted = job.workers_wanted, count
+        old, job.workers_wanted, job.workers_asked = job.workers_wanted, count, count
         out: Out = []
         if count != old:
             inputs: Inputs = {"from": old, "to": count}

@@ -140,6 +140,14 @@ class Training(Concern):
         """Whether somebody is there who can write a checkpoint."""
         return True
 
+    def can_be_saved(self) -> bool:
+        """Whether there is something that no checkpoint has, and all are there who have to write it."""
+        raise NotImplementedError
+
+    def lost_if_ended(self) -> bool:
+        """Whether something was trained that no checkpoint has."""
+        raise NotImplementedError
+
     def lost_the_end(self) -> bool:
         """Whether what the job ends with went with its last process, before it was written."""
         return False
@@ -244,6 +252,16 @@ class LeaseTraining(Training):
     def unsaved(self) -> bool:
         return any(dataset.epochs for dataset in self.shards.datasets)
 
+    def can_be_saved(self) -> bool:
+        placement = self.state.placement
+        if placement is None:
+            return False
+        servers = self.members.servers
+        return not any((record := servers.get(slot)) is None or record.waiting for slot in set(placement.owner))
+
+    def lost_if_ended(self) -> bool:
+        return self.unsaved()
+
     def resume(self, e: JobResumed) -> Out:
         return self.checkpoints.resume(self.job, self.shards, e.manifest, e.url, e.numbers)
 
@@ -334,6 +352,12 @@ class GroupTraining(Training):
             return True
         # or what the job ends with: its workers may have gone
         return writing is not None and writing.reason is CheckpointReason.FINAL
+
+    def can_be_saved(self) -> bool:
+        return self.can_save() and self.unsaved()
+
+    def lost_if_ended(self) -> bool:
+        return self.state.groups.step > replica_start(self.checkpoints)[0].step
 
     def can_save(self) -> bool:
         return any(s.running for s in self.members.workers.values())  # (a state goes with its last process)

@@ -1,0 +1,272 @@
+"""The supervisor: whether enough members are there, how long the job waits for them, and what it does then."""
+
+from __future__ import annotations
+
+from everstep.brain.concerns.concern import OK, Concern, Handlers, Inputs, Out
+from everstep.brain.events import (
+    CapacityChanged,
+    CheckpointCommitted,
+    DrainAsked,
+    Event,
+    GroupAsked,
+    GroupDue,
+    JobUnsuspended,
+    MasterStarted,
+    MemberHeard,
+    MemberJoined,
+    MemberSilent,
+    NodeJoined,
+    NodeLost,
+    Note,
+    PlanMade,
+    ProcessExited,
+    ScaleAsked,
+    ShardAsked,
+    StopAsked,
+    SupervisionDue,
+    SuspendAsked,
+)
+from everstep.brain.job import Phase
+from everstep.brain.members import SlotRecord, set_state
+from everstep.brain.supervision import CHANGES_KEPT, JobStage, StageChange, least_workers
+from everstep.model.decision import Decision
+from everstep.model.member import MemberState, Role
+from everstep.policies.waits import AfterWait, lack_words, max_wait_s, stabilization_s
+
+_HERE = (MemberState.ALIVE, MemberState.SUSPECT)
+_COUNTS_ANEW = (
+    CapacityChanged,
+    CheckpointCommitted,
+    DrainAsked,
+    GroupDue,
+    JobUnsuspended,
+    MasterStarted,
+    MemberHeard,
+    MemberJoined,
+    MemberSilent,
+    NodeJoined,
+    NodeLost,
+    PlanMade,
+    ProcessExited,
+    ScaleAsked,
+    StopAsked,
+    SupervisionDue,
+    SuspendAsked,
+)
+"""Facts after which other members may be there than before."""
+_OVER = {
+    Phase.DONE: JobStage.DONE,
+    Phase.FAILED: JobStage.FAILED,
+    Phase.STOPPED: JobStage.STOPPED,
+    Phase.SUSPENDED: JobStage.SUSPENDED,
+}
+
+
+class SupervisorConcern(Concern):
+    """Waits for members as long as the job's settings say, suspends the job, and lets it go on."""
+
+    __slots__ = ()
+
+    def handlers(self) -> Handlers:
+        return {
+            SuspendAsked: self._suspend_asked,
+            SupervisionDue: self._due,
+            JobUnsuspended: self._unsuspended,
+        }
+
+    # ------------------------------------------------------------ facts
+
+    def _suspend_asked(self, e: SuspendAsked, told: Event) -> Out:
+        if self.job.over or self.checkpoints.stopping:
+            return [OK]  # (it ends already, and keeps its state safe)
+        return [OK, *self._suspend(e.reason, told.at, by_itself=False)]
+
+    def _due(self, e: SupervisionDue, told: Event) -> Out:
+        return []  # (what follows from the time, ``settle`` says)
+
+    def _unsuspended(self, e: JobUnsuspended, told: Event) -> Out:
+        """The job goes on in a new run of its master. Nothing that ran before runs any more."""
+        job, books = self.job, self.state.supervision
+        if job.phase is not Phase.SUSPENDED or e.number != books.suspensions:
+            return []
+        job.exit_code, job.error = None, ""
+        begun = self.state.placement is not None or self.state.groups.group is not None
+        job.phase = Phase.TRAINING if begun else Phase.STARTING
+        job.anyway = False
+        books.suspending, books.begun, books.told, books.goes_on = "", False, "", True
+        books.short_since = books.enough_since = 0.0
+        self.checkpoints.go_on()
+        for node in self.members.nodes.values():
+            node.alive, node.draining, node.quiet_since = False, False, 0.0
+        self.duty.undone()
+        for record in self.members.all():
+            self._begins_anew(record, told.at)
+        out: Out = [Note("", Decision("unsuspend", e.reason, {"suspensions": books.suspensions}))]
+        protection = self.state.protection
+        protection.leaving[:] = [slot for slot in protection.leaving if slot >= job.ps_wanted]
+        if self.state.placement is not None and self.checkpoints.newest is None:
+            protection.forget()  # (nothing was trained: no partition is worth looking for)
+        return out + self.concerns.placement.settle_map("the job goes on after it was suspended")
+
+    def _begins_anew(self, record: SlotRecord, at: float) -> None:
+        """The process of this slot is gone, and another one is wanted there."""
+        if record.running:
+            self.concerns.training.take_back(record, "")
+            self.concerns.training.ended(record, clean=True)
+            set_state(record, MemberState.LEFT, at)
+        record.stopping = record.finished = record.drained = False
+        record.streak, record.avoid = 0, None
+        wanted = self.job.workers_wanted if record.member.role is Role.WORKER else self.job.ps_wanted
+        record.waiting = record.member.slot < wanted
+
+    # ------------------------------------------------------------ what follows
+
+    def settle(self, event: Event, out: Out) -> Out:
+        job, books = self.job, self.state.supervision
+        kind = type(event.fact)
+        if kind in _COUNTS_ANEW or (not books.begun and kind in (GroupAsked, ShardAsked)):
+            more = self._look(event.at, kind is SupervisionDue) if not job.over else []
+        elif not job.over:
+            return []
+        else:
+            more = []
+        return [*more, *self._stage(event.at)]
+
+    def _look(self, at: float, due: bool) -> Out:
+        """Count who is there, and do what is due (``due``: the clock says so)."""
+        job, books = self.job, self.state.supervision
+        tolerated = job.spec.fail_tolerance
+        if 0 <= tolerated < books.losses:
+            error = (
+                f"{books.losses} workers and ps were lost, beside those of lost nodes: more than "
+                f"fail_tolerance={tolerated}; see everstep explain"
+            )
+            return [self.fail(4, error)]
+        anyway, job.anyway, books.due_at = job.anyway, False, 0.0
+        lack = self._lack()
+        if lack:
+            books.enough_since = 0.0
+            books.short_since = books.short_since or at
+            job.anyway = anyway
+            books.lack = self._lack() if anyway else lack
+            if not books.lack or self.checkpoints.stopping:
+                return []
+            return self._wait(at, due)
+        books.lack = ""
+        if books.short_since:
+            books.enough_since = books.enough_since or at
+            steady_at = books.enough_since + stabilization_s(job.spec)
+            if at < steady_at:
+                books.due_at, job.anyway = steady_at, anyway
+                return []
+        books.short_since = books.enough_since = 0.0
+        books.told = ""
+        return []
+
+    def _wait(self, at: float, due: bool) -> Out:
+        """Too few are there. What is done about it is done by the clock alone, and not in the midst of a loss."""
+        books, wait_s = self.state.supervision, max_wait_s(self.job.spec)
+        if not wait_s:
+            return []
+        if not due or at < books.short_since + wait_s:
+            books.due_at = books.short_since + wait_s
+            return []
+        return self._waited(at, wait_s)
+
+    def _lack(self) -> str:
+        job, training = self.job, self.concerns.training
+        if training.all_trained() or self.duty.done:
+            return ""  # nobody is waited for any more
+        least = least_workers(job, self.members)
+        workers, ps = self._count_workers(least), 0
+        least_ps = job.spec.min_ps if job.spec.ps else 0
+        for record in self.members.servers.values():
+            if ps >= least_ps:
+                break
+            ps += record.member.state in _HERE and not record.stopping
+        return lack_words(workers, least, ps, least_ps)
+
+    def _count_workers(self, least: int) -> int:
+        """Workers that are there, or whose scripts have ended; no more than are needed are counted."""
+        there = 0
+        for record in self.members.workers.values():
+            if there >= least:
+                break
+            there += record.finished or (record.member.state in _HERE and not record.stopping)
+        return there
+
+    def _waited(self, at: float, wait_s: float) -> Out:
+        """The job has waited for as long as it may."""
+        job, books = self.job, self.state.supervision
+        inputs: Inputs = {"max_wait_s": wait_s, "waited_s": round(at - books.short_since, 1)}
+        words = f"{books.lack}, for {at - books.short_since:.0f} s (max_wait={job.spec.max_wait})"
+        then = AfterWait(job.spec.on_wait_timeout)
+        if then is AfterWait.FAIL:
+            return [self.fail(4, f"{words}, and on_wait_timeout is fail")]
+        if then is AfterWait.RUN:
+            if not job.anyway:
+                job.anyway = True
+                books.lack = self._lack()
+                return [Note("", Decision("run with fewer", words, inputs))]
+            if books.told == books.lack:
+                return []
+            books.told = books.lack
+            return [Note("", Decision("wait on", f"{words}: nobody is there to run with", inputs))]
+        return self._suspend(words, at, by_itself=True)
+
+    def _suspend(self, reason: str, at: float, by_itself: bool) -> Out:
+        books = self.state.supervision
+        books.suspending, books.by_itself, books.due_at = reason, by_itself, 0.0
+        return self.concerns.ending.suspend(reason, at)
+
+    def cannot_suspend(self, at: float) -> None:
+        """The job's state could not be made safe: it goes on, and waits anew."""
+        books = self.state.supervision
+        books.suspending, books.by_itself = "", False
+        books.short_since = at if books.short_since else 0.0
+
+    # ------------------------------------------------------------ the state of the job
+
+    def _stage(self, at: float) -> Out:
+        """Remember the state of the job, if it has changed; tell people, where a setting of this room is used."""
+        books = self.state.supervision
+        now = job_stage(self.job.phase, self.job.over, books.begun, books.lack)
+        if now is JobStage.RUNNING:
+            books.begun = True
+        if now is books.stage and books.changes:
+            return []
+        books.spent = books.seconds(at)
+        before, books.stage = books.stage, now
+        why = self._why(now)
+        books.changes = [*books.changes[-(CHANGES_KEPT - 1) :], StageChange(at, now, why)]
+        tells = max_wait_s(self.job.spec) > 0 or self.job.spec.recovery == "wait_for_all"
+        if not tells or now is before or self.job.over:
+            return []
+        return [Note("", Decision(now.value, why, {"before": before.value}))]
+
+    def _why(self, now: JobStage) -> str:
+        books = self.state.supervision
+        match now:
+            case JobStage.PENDING:
+                return books.lack or "not every ps has joined, or the workers have not begun"
+            case JobStage.WAITING:
+                return books.lack
+            case JobStage.RUNNING:
+                return "enough workers and ps are there"
+            case JobStage.SUSPENDED:
+                return books.suspending
+            case JobStage.FAILED:
+                return self.job.error
+            case JobStage.DONE:
+                return "every script ran to its end"
+            case JobStage.STOPPED:
+                return self.checkpoints.stopping or "it was asked to stop"
+
+
+def job_stage(phase: Phase, over: bool, begun: bool, lack: str) -> JobStage:
+    """Return the state of the job."""
+    if over:
+        return _OVER.get(phase, JobStage.FAILED)
+    if lack:
+        return JobStage.WAITING if begun else JobStage.PENDING
+    return JobStage.PENDING if phase is Phase.STARTING else JobStage.RUNNING

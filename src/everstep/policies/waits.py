@@ -1,0 +1,71 @@
+"""Says how long a job waits for members, and when capacity that is back counts. Pure: the caller has the clock.
+
+The brain asks these questions with what it knows (``brain.concerns.supervisor``); ``everstep run`` asks the last one
+while the job is suspended and has no brain; ``everstep simulate`` asks them in virtual time.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from everstep.config.limit import parse_limit
+from everstep.config.spec import JobSpec
+from everstep.units import seconds
+
+
+class AfterWait(StrEnum):
+    """What a job does that has waited for ``max_wait`` (``on_wait_timeout``)."""
+
+    SUSPEND = "suspend"
+    FAIL = "fail"
+    RUN = "run"
+
+
+def max_wait_s(spec: JobSpec) -> float:
+    """Return how long the job waits for enough members; 0.0: for ever."""
+    return parse_limit(spec.max_wait, "max_wait")
+
+
+def stabilization_s(spec: JobSpec) -> float:
+    """Return for how long capacity has to stay until it counts as back."""
+    return seconds(spec.stabilization)
+
+
+def lack_words(workers: int, least_workers: int, ps: int, least_ps: int) -> str:
+    """Return of whom there are too few, for people; "": there are enough."""
+    parts = []
+    if workers < least_workers:
+        parts.append(f"{workers} of at least {least_workers} workers are there")
+    if ps < least_ps:
+        parts.append(f"{ps} of at least {least_ps} ps are there")
+    return " and ".join(parts)
+
+
+def refuse_count(spec: JobSpec, role: str, count: int) -> str:
+    """Return why the job may not have ``count`` members of a role ("workers", "ps"); "": it may."""
+    most = spec.max_workers if role == "workers" else spec.max_ps
+    if most and count > most:
+        return f"{count} {role}: more than max_{role}={most}"
+    if role == "ps" and count < spec.min_ps:
+        return f"{count} {role}: fewer than min_{role}={spec.min_ps}"
+    return ""  # (with fewer than min_workers training waits)
+
+
+class Steadiness(msgspec.Struct):
+    """Whether capacity for a suspended job is back. ``need``: machines. ``stable_s``: for so long there must have been
+    so many, without a break. ``since``: since when there are, -1.0: there are not."""
+
+    need: int
+    stable_s: float
+    since: float = -1.0
+
+    def offered(self, at: float, machines: int) -> bool:
+        """``machines`` could be had at ``at`` (seconds on any clock that does not go back): whether the job goes on."""
+        if machines < self.need:
+            self.since = -1.0
+            return False
+        if self.since < 0:
+            self.since = at
+        return at - self.since >= self.stable_s
