@@ -15,7 +15,6 @@ from everstep.brain.events import (
     Event,
     FactType,
     FinishJob,
-    SnapshotsWritten,
     InstructionType,
     JobUnsuspended,
     MasterStarted,
@@ -29,6 +28,7 @@ from everstep.brain.events import (
     Reply,
     ScaleAsked,
     Sender,
+    SnapshotsWritten,
     StartProcess,
     StopProcess,
     SupervisionDue,
@@ -40,8 +40,8 @@ from everstep.brain.states import StateCheck
 from everstep.brain.supervision import JobStage
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, NodeId
-from everstep.model.snapshot import PartitionSnapshot
 from everstep.model.member import Address, Role
+from everstep.model.snapshot import PartitionSnapshot
 
 TICK_S = 0.5
 NODES = ("node0", "node1", "node2")
@@ -85,7 +85,8 @@ class Cluster:
         for place in placement.servers:
             owned = placement.owned_by(place.slot)
             snapshots = tuple(
-                PartitionSnapshot(partition=b, seq=1, fingerprint=0, watermarks=(), files=(), bytes_written=100) for b in owned
+                PartitionSnapshot(partition=b, seq=1, fingerprint=0, watermarks=(), files=(), bytes_written=100)
+                for b in owned
             )
             fact = SnapshotsWritten(checkpoint, snapshots)
             self.tell(fact, by_ps(place.slot, place.incarnation))

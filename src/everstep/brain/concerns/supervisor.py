@@ -92,7 +92,7 @@ class SupervisorConcern(Concern):
         job.exit_code, job.error = None, ""
         begun = self.state.placement is not None or self.state.groups.group is not None
         job.phase = Phase.TRAINING if begun else Phase.STARTING
-        job.anyway = False
+        job.anyway, job.gathered, job.nodes_due_at = False, False, 0.0
         books.suspending, books.begun, books.told, books.goes_on = "", False, "", True
         books.short_since = books.enough_since = 0.0
         self.checkpoints.go_on()
