@@ -284,8 +284,8 @@ class GroupEngine:
 
     @property
     def reserve(self) -> set[str]:
-        """Names of parameters that are reduced though they are frozen when an iteration begins: the script thaws them
-        within it."""
+        """Return names of parameters that are reduced though they are frozen when an iteration begins: the script thaws
+        them within it."""
         return self._reserve if self.state is None else self.state.reserve
 
     def place(self) -> tuple[int, int, int, int] | None:
@@ -302,7 +302,7 @@ class GroupEngine:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Only collect gradients in the backward passes in here; the next one outside of it reduces them too."""
+        """Collect gradients only in the backward passes in here; the next one outside of it reduces them too."""
         if self._reducer is None:
             raise ScriptError("job.no_sync() outside of job.steps()")
         self._reducer.no_sync(True)

@@ -118,7 +118,8 @@ class ReplicaWriter:
         ).start()
 
     def _offer(self, step_s: float) -> None:
-        """To the thread that writes: its share of a step that took so long. (Of a long one it had the most already.)"""
+        """Offer to the thread that writes its share of a step that took so long. (Of a long one it had the most
+        already.)"""
         if step_s > 0:
             with self._lock:
                 self._slot.offer(Budget(seconds=SHARE * min(step_s, SILENT_S)))
@@ -172,8 +173,8 @@ class ReplicaWriter:
                 self._lock.notify_all()
 
     def _pacer(self) -> Callable[[int], None]:
-        """What the writing thread calls before each piece: waits until the slots of steps have room for it. Time in
-        which the thread waits for a disk or a network costs training nothing, and is not counted."""
+        """Return what the writing thread calls before each piece: waits until the slots of steps have room for it. Time
+        in which the thread waits for a disk or a network costs training nothing, and is not counted."""
         piece, cpu_s, end = 0, time.thread_time(), Deadline(PACED_S)
 
         def before(size: int) -> None:

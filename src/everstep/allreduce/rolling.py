@@ -89,7 +89,7 @@ def _cost(tensor: Tensor) -> int:
 
 
 def _cut(tensors: Sequence[Tensor], room: int) -> list[list[TensorPiece]]:
-    """Slices of about ``room`` each, tensors cut where they are longer."""
+    """Return slices of about ``room`` each, tensors cut where they are longer."""
     slices: list[list[TensorPiece]] = [[]]
     left = room
     for tensor in tensors:

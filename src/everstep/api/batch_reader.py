@@ -36,11 +36,12 @@ class BatchReader:
 
     @property
     def ahead(self) -> bool:
-        """Whether rows are pulled ahead."""
+        """Return whether rows are pulled ahead."""
         return self._thread is not None
 
     def next(self) -> BatchItem | None:
-        """The next batch, its rows asked for; None: all data is done, or the loop is to end. Raises the failure."""
+        """Return the next batch, its rows asked for; None: all data is done, or the loop is to end. Raises the
+        failure."""
         return self._read() if self._thread is None else self._from_thread()
 
     def taken(self) -> None:
@@ -48,7 +49,8 @@ class BatchReader:
         self._permits.release()
 
     def wanted(self, item: BatchItem) -> bool:
-        """Whether a batch is still wanted. False, and it is given up, where its lease is gone or was opened anew."""
+        """Return whether a batch is still wanted. False, and it is given up, where its lease is gone or was opened
+        anew."""
         work, driver = item.work, self._driver
         assert work is not None
         with driver.lock:
@@ -76,7 +78,7 @@ class BatchReader:
         self._stop.set()
 
     def close(self) -> None:
-        """Behind ``stop``: end the thread, and give up what it has read."""
+        """End the thread, behind ``stop``, and give up what it has read."""
         if self._thread is None:
             return
         with self._driver.lock:

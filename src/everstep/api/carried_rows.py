@@ -1,4 +1,4 @@
-"""Gradients of rows that wait for a step, and the ranges that they are of (accumulation). Mode allreduce.
+"""Holds gradients of rows that wait for a step, and the ranges that they are of (accumulation). Mode allreduce.
 
 They are a part of the training state: all members carry the same, newcomers copy it, checkpoints have it.
 """
@@ -62,12 +62,12 @@ class CarriedRows:
         return self.consumed or tuple(self.held_back.ranges)
 
     def take_consumed(self) -> tuple[Range, ...]:
-        """What the iteration's steps have consumed, which is the caller's now."""
+        """Return what the iteration's steps have consumed, which is the caller's now."""
         before, self.consumed = self.consumed or (), None
         return before
 
     def take(self) -> tuple[Range, ...]:
-        """All that is held back, which is the caller's now."""
+        """Return all that is held back, which is the caller's now."""
         if self._was_zeroed():
             self.held_back.zeroed()
         self._drops = {}
@@ -87,7 +87,7 @@ class CarriedRows:
         return True
 
     def _was_zeroed(self) -> bool:
-        """Whether the script has dropped the gradients of what is held back."""
+        """Return whether the script has dropped the gradients of what is held back."""
         return all(self._tables.batches[name].drops != drops for name, drops in self._drops.items())
 
     def _count_backwards(self) -> int:
@@ -96,7 +96,7 @@ class CarriedRows:
     # ------------------------------------------------------------ other members
 
     def share(self, collective: Collective, carries: list[int]) -> None:
-        """Gradients that are accumulated over steps go to newcomers, from the first member that has them."""
+        """Send gradients that are accumulated over steps to newcomers, from the first member that has them."""
         entries: list[Entry] = []
         for name, table in self._tables.batches.items():
             found = table.take() if carries[collective.rank] else None
@@ -112,13 +112,13 @@ class CarriedRows:
                 self.by_id()[of].arrive(keys.copy(), grads.copy())
 
     def by_id(self) -> dict[TableId, BatchTable]:
-        """The tables of the script."""
+        """Return the tables of the script."""
         return {self._tables.infos[name].spec.id: table for name, table in self._tables.batches.items()}
 
     # ------------------------------------------------------------ a part of the training state
 
     def state_dict(self) -> dict[str, Any]:
-        """Between two steps: gradients that wait for a step, and of which ranges; {}: there are none."""
+        """Return, between two steps, gradients that wait for a step, and of which ranges; {}: there are none."""
         if not self.held_back.ranges:
             return {}
         kept = {name: (table.kept(), table.waits) for name, table in self._tables.batches.items()}
@@ -130,12 +130,12 @@ class CarriedRows:
 
     @property
     def begin(self) -> tuple[int, int]:
-        """Shard and position from which on ranges are held back; (-1, 0): there are none."""
+        """Return shard and position from which on ranges are held back; (-1, 0): there are none."""
         ranges = self.held_back.ranges
         return (ranges[0].shard, ranges[0].lo) if ranges else (-1, 0)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """What ``state_dict`` gave at another member, or before. Raises CheckpointError."""
+        """Load what ``state_dict`` gave at another member, or before. Raises CheckpointError."""
         if not state and not self.held_back.ranges:
             return
         for table in self._tables.batches.values():
@@ -155,5 +155,5 @@ class CarriedRows:
 
 
 def left_out(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    """``ranges``, of which nothing is learnt."""
+    """Return ``ranges``, of which nothing is learnt."""
     return tuple(replace(r, learnt=False) for r in ranges)

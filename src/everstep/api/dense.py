@@ -130,7 +130,7 @@ class StaleParameter(nn.Parameter):
 
 
 class StaleValues:
-    """Notices that the script uses values that its own ``step`` has changed. ``freshen``: brings the new ones, and
+    """Is told when the script uses values that its own ``step`` has changed. ``freshen``: brings the new ones, and
     calls ``clear``."""
 
     def __init__(self, freshen: Callable[[], None]) -> None:

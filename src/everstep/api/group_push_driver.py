@@ -36,7 +36,7 @@ _REST_S = 60.0  # for the rest of an accumulation, when the script is over
 
 
 class _StepSum(HeldRows):
-    """The gradients of one committed step, of all members. They are routed when this member has to push them."""
+    """Holds the gradients of one committed step, of all members. They are routed when this member has to push them."""
 
     def __init__(self, content: list[Stepped], client: PsClient, infos: TableSet) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class _StepSum(HeldRows):
         self._parts: list[list[RowsPart]] = []
 
     def parts(self, router: Router) -> list[list[RowsPart]]:
-        """By position of the ps; routed anew by each newer map."""
+        """Return the rows by position of the ps; routed anew by each newer map."""
         if self._version != router.version:
             merged = list(self._route(router))
             rates = {found.table: found.rate for found in self._content}
@@ -96,7 +96,7 @@ class GroupPushDriver:
             self._changed.notify_all()
 
     def _waits_for_rows(self) -> None:
-        """The script waits for rows for long: whoever should have pushed what is before them may be lost."""
+        """Note that the script waits for rows for long: whoever should have pushed what is before them may be lost."""
         self._feed(self.pushes.take_over)
 
     # ------------------------------------------------------------ steps
@@ -118,13 +118,15 @@ class GroupPushDriver:
         self._feed(lambda: self.pushes.committed(step, route, mine))
 
     def progress(self, step: int) -> tuple[int, int]:
-        """The first step of which this member has not done its part (``step`` where there is none), and the map."""
+        """Return the first step of which this member has not done its part (``step`` where there is none), and the
+        map."""
         with self._lock:
             owes = self.pushes.owes_from
             return step if owes is None else owes, self.client.router.version
 
     def settled(self, before: int) -> None:
-        """Nobody owes anything of steps below ``before``. Raises InternalError where too many are held."""
+        """Forget the steps below ``before``, of which nobody owes anything. Raises InternalError where too many are
+        held."""
         with self._lock:
             for owed in self.pushes.settled(before):
                 self._drop(owed)
@@ -132,13 +134,13 @@ class GroupPushDriver:
                 raise InternalError(f"{self.pushes!r}: {len(held)} steps are not settled")
 
     def void(self) -> None:
-        """The state that all held steps led to is lost everywhere, or nobody needs it."""
+        """Drop all held steps: the state that they led to is lost everywhere, or nobody needs it."""
         with self._lock:
             for owed in self.pushes.void():
                 self._drop(owed)
 
     def enter(self, group: Group) -> None:
-        """All that this member holds is committed, as the members of ``group`` know: push it."""
+        """Push all that this member holds: it is committed, as the members of ``group`` know."""
         self._feed(lambda: self.pushes.entered(group.lease))
 
     def flush(self, group: Group, collective: Collective) -> None:
@@ -146,7 +148,7 @@ class GroupPushDriver:
         self._wait(lambda: not self.pushes.owes, collective)
 
     def push_rest(self, lease: LeaseNo = LeaseNo(0)) -> None:
-        """Behind a loop, where all members do the same: push what is owed. Returns when it is acknowledged."""
+        """Push what is owed, behind a loop, where all members do the same. Returns when it is acknowledged."""
         self._feed(lambda: self.pushes.entered(self.pushes.lease or lease))
         limit = time.monotonic() + _REST_S
         with self._changed:  # (stale: somebody in a later group is at the same end)

@@ -1,4 +1,4 @@
-"""The tables of a job in mode allreduce: rows on the ps, their gradients summed up by the group.
+"""Holds the tables of a job in mode allreduce: rows on the ps, their gradients summed up by the group.
 
 In a step every member pulls the rows of its micro-batches, as they are after all steps before; the gradients of all
 members go to all of them, as the dense ones do, and are part of the vote. Their sum, in order of position, is pushed
@@ -117,7 +117,7 @@ class GroupTables:
         return self._stop
 
     def _follow(self, group: Group) -> None:
-        """What is owed belongs to the line of states of ``group``; what belongs to another one is owed no more."""
+        """Keep what is owed to the line of states of ``group``; what belongs to another one is owed no more."""
         if self._origin != group.origin:
             self._origin = group.origin
             self._driver.void()
@@ -133,7 +133,8 @@ class GroupTables:
         return True
 
     def _consumed(self, shard: ShardKey, position: int) -> tuple[ShardKey, int]:
-        """The first place whose gradients no step has consumed: ``position``, or where what is held back begins."""
+        """Return the first place whose gradients no step has consumed: ``position``, or where what is held back
+        begins."""
         shards = self.carried.held_back.shards
         of = shards[0] if shards else shard
         return of, self.carried.held_back.begin(of, position)
@@ -229,8 +230,8 @@ class GroupTables:
             self._driver.push_rest()
 
     def _own_behind(self) -> bool:
-        """What was stepped with behind the loop is owed to the ps from now on: as one push of all that was held back.
-        Whether there was anything."""
+        """Owe the ps what was stepped with behind the loop, as one push of all that was held back. Return whether there
+        was anything."""
         content, before, last = self._steps.content, self.carried.consumed, self._steps.last
         if not content or not before or last is None or self._to_hold is not None:
             return False
@@ -242,7 +243,7 @@ class GroupTables:
         return True
 
     def zeroed(self, optimizer: Any) -> None:
-        """The gradients of the tables that this optimizer fires are dropped."""
+        """Drop the gradients of the tables that this optimizer fires."""
         for held in self.firing.fired(optimizer):
             held.table.zero()
 

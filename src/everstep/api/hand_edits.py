@@ -1,4 +1,4 @@
-"""Values that a script changes by itself, and not by an optimizer: stored on the ps, or refused. Mode ps."""
+"""Stores values that a script changes by itself, and not by an optimizer, on the ps, or refuses them. Mode ps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class HandEdits:
         only: bool,
         before_store: Callable[[], None],
     ) -> None:
-        """``only``: no other worker steps. ``before_store``: sees to it that a change can be stored."""
+        """Take ``only``: no other worker steps. ``before_store``: sees to it that a change can be stored."""
         self._tables, self._buffers, self._ending = tables, buffers, ending
         self._alone, self._only, self._sync = alone, only, admission.sync
         self._before_store = before_store
@@ -110,7 +110,7 @@ class HandEdits:
         table.renormed = False
 
     def _check_fresh(self, what: str) -> None:
-        """Values that lack a step may not be stored over those that have it. Raises ScriptError."""
+        """Refuse to store values that lack a step over those that have it. Raises ScriptError."""
         if self.behind and self._tables.current is not None:
             raise ScriptError(
                 f"the script changed {what} in place before opt.step(), and their values were pulled ahead: the step "

@@ -1,4 +1,4 @@
-"""What the script has stepped tables with in one iteration, and rows as those steps leave them. Mode allreduce.
+"""Records what the script has stepped tables with in one iteration, and rows as those steps leave them. Mode allreduce.
 
 The ps do not have the iteration's steps yet, or not all of them. Rows that the script uses behind a step are asked for
 with their optimizer state, and this member computes itself what the steps make of them.
@@ -33,7 +33,8 @@ class IterationSteps:
         return f"<IterationSteps {len(self.content)} of {sorted(self._stale)}>"
 
     def check_edits(self) -> None:
-        """The rows in hand go. Raises ScriptError if the script has changed them by hand: that would be lost."""
+        """Check the rows in hand, which go. Raises ScriptError if the script has changed them by hand: that would be
+        lost."""
         if not self._edited:
             for table in self._tables.batches.values():
                 self.check_edit(table)
@@ -76,7 +77,7 @@ class IterationSteps:
                 table.seen()
 
     def _apply(self, name: str, keys: NDArray[np.int64], values: NDArray[np.float32]) -> None:
-        """Rows as the ps has them become what the steps of this iteration make of them."""
+        """Make of rows as the ps has them what the steps of this iteration make of them."""
         if not self.content or self.last is None:
             return
         spec, (_, shard, end) = self._tables.infos[name].spec, self.last

@@ -252,10 +252,10 @@ class Job(RenamedJobNames):
         return model
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
-        """Mode ps: the ps-side twin of a torch optimizer (SGD, Adagrad, Adadelta, Adam, AdamW, Adamax, NAdam,
-        RAdam, RMSprop) for the dense part; what schedulers and scripts change in its ``param_groups`` reaches the ps
-        with each step. Mode allreduce: the optimizer itself (any of torch.optim), which steps only where the group
-        has committed."""
+        """Return, in mode ps, the ps-side twin of a torch optimizer (SGD, Adagrad, Adadelta, Adam, AdamW, Adamax,
+        NAdam, RAdam, RMSprop) for the dense part; what schedulers and scripts change in its ``param_groups`` reaches
+        the ps with each step. Mode allreduce: the optimizer itself (any of torch.optim), which steps only where the
+        group has committed."""
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ScriptError(
                 f"job.optimizer needs a torch.optim optimizer, not {type(optimizer).__name__}; optimizers of the "

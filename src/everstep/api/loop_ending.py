@@ -1,4 +1,4 @@
-"""Why a loop of mode ps ends before its data does."""
+"""Says why a loop of mode ps ends before its data does."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from everstep.errors import EverstepError
 
 
 class LoopEnding:
-    """What all waits of a worker look at. Any thread sets it. ``stopping``: the loop ends the script after the batch in
-    hand, with ``exit_status``; ``job_over``: for nobody is waited any more."""
+    """Is what all waits of a worker look at. Any thread sets it. ``stopping``: the loop ends the script after the batch
+    in hand, with ``exit_status``; ``job_over``: for nobody is waited any more."""
 
     __slots__ = ("exit_status", "failure", "job_over", "stopping")
 
@@ -21,7 +21,7 @@ class LoopEnding:
 
     @property
     def over(self) -> bool:
-        """Whether nothing will be acknowledged any more."""
+        """Return whether nothing will be acknowledged any more."""
         return self.job_over or self.failure is not None
 
     def check(self) -> None:

@@ -51,7 +51,7 @@ class ProtocolDriver:
     """See the top of this file. ``changed`` is notified whenever a wait may be over; it is a condition of ``lock``."""
 
     def __init__(self, runtime: WorkerRuntime, admission: StepAdmission, name_of: Callable[[TableId], str]) -> None:
-        """``name_of``: a table's name, for messages."""
+        """Take ``name_of``: a table's name, for messages."""
         self.runtime, self.client = runtime, runtime.client
         self.protocol = WorkerProtocol(worker=runtime.slot, incarnation=runtime.incarnation, batch_samples=1)
         self.admission = admission
@@ -78,7 +78,7 @@ class ProtocolDriver:
         self.feed(lambda: self.protocol.revoked(lease))
 
     def turned(self, turn: Turn) -> None:
-        """Consistency sync and bounded: who may go on."""
+        """Take the master's word of who may go on (consistency sync and bounded)."""
         if self.admission.gate is None:
             return
         with self.lock:
@@ -128,7 +128,7 @@ class ProtocolDriver:
 
     @property
     def on_their_way(self) -> bool:
-        """Whether some of what was pushed is not acknowledged."""
+        """Return whether some of what was pushed is not acknowledged."""
         return bool(self.protocol.unacknowledged or self._payloads)
 
     def settle(self) -> None:
@@ -279,7 +279,7 @@ class ProtocolDriver:
 
 
 def nonfinite_error(table: str, first: RangeWork, last: RangeWork) -> NonFiniteGradientError:
-    """What is said of a gradient of ``table`` that is not finite, from ``first`` to ``last``."""
+    """Return what is said of a gradient of ``table`` that is not finite, from ``first`` to ``last``."""
     _, epoch, _ = split_key(first.lease.shard)
     what = (
         "the dense part"

@@ -60,7 +60,7 @@ class PsEngine:
         return f"<PsEngine {self.driver}>"
 
     def steps(self, loader: Loader) -> Iterator[Any]:
-        """Batches of ``loader``, each with its rows in place; what the script computes from them is pushed."""
+        """Yield batches of ``loader``, each with its rows in place; what the script computes from them is pushed."""
         return self.loop.steps(loader)
 
     def leave(self, reason: str) -> None:
@@ -79,12 +79,12 @@ class PsEngine:
 
     @property
     def samples(self) -> int:
-        """Applied, by this process."""
+        """Return how many samples are applied, by this process."""
         return self.driver.samples
 
     @property
     def batches(self) -> int:
-        """Given to the script."""
+        """Return how many batches were given to the script."""
         return self.loop.batches
 
     @property
@@ -105,8 +105,8 @@ class PsEngine:
 
     @property
     def step_number(self) -> int:
-        """Of the iteration in hand, from 0; behind the loop, how many there were. Sync: of the job, else of this
-        worker."""
+        """Return the number of the iteration in hand, from 0; behind the loop, how many there were. Sync: of the job,
+        else of this worker."""
         behind = 0 if self.in_loop else 1
         gate = self._admission.gate
         if gate is not None and gate.sync:
@@ -146,8 +146,8 @@ class PsEngine:
         ending.stopping = ending.job_over = True
 
     def leave_soon(self, status: int) -> bool:
-        """From a signal handler: whether the loop will end the script by itself, with ``status``. False the second
-        time."""
+        """Return, to a signal handler, whether the loop will end the script by itself, with ``status``. False the
+        second time."""
         ending = self.driver.ending
         if not self.loop.looping or ending.stopping:
             return False

@@ -1,4 +1,5 @@
-"""What ``grad`` holds in mode ps: of dense parameters, of the rows of tables, and what batches changed of buffers.
+"""Collects what ``grad`` holds in mode ps: of dense parameters, of the rows of tables, and what batches changed of
+buffers.
 
 ``capture`` copies it to where it can be pushed from. The rest answers what an iteration without a step has left: a new
 gradient, or none, or gradients that are gone.
@@ -82,13 +83,14 @@ class PsGradients:
     # ------------------------------------------------------------ what a step takes
 
     def has(self, optimizer: PsOptimizer) -> bool:
-        """Whether there is anything that a step of ``optimizer`` applies."""
+        """Return whether there is anything that a step of ``optimizer`` applies."""
         return any(held.table.has_grad for held in self.firing.fired(optimizer)) or any(
             group.has_grad() for group in optimizer.groups
         )
 
     def capture(self, optimizers: Sequence[PsOptimizer | None]) -> StepPayload | None:
-        """What ``grad`` holds now, ready to be pushed; None: nothing. ``optimizers``: that step, None: tables alone."""
+        """Return what ``grad`` holds now, ready to be pushed; None: nothing. ``optimizers``: that step, None: tables
+        alone."""
         router = self._tables.client.router
         captured: Captured = [], [], [], {}
         out, holders, seen, rates = captured
@@ -154,7 +156,7 @@ class PsGradients:
     def _all_rows(
         self, group: FlatGroup, grads: NDArray[np.float32], router: Router, holders: list[BatchRows]
     ) -> TableRows:
-        """A copy of the gradients of all rows of a group, where they can be pushed from."""
+        """Return a copy of the gradients of all rows of a group, where they can be pushed from."""
         order = group.order(router)
         (rows,) = self._batch(router, holders).add([order.found], values=False)
         gather_rows(grads, order.index, rows.grads)
@@ -162,7 +164,7 @@ class PsGradients:
         return rows
 
     def _declare_thawed(self, optimizer: PsOptimizer) -> None:
-        """Parameters that were frozen when the optimizer was made, and learn now, get a table of their own."""
+        """Give parameters that were frozen when the optimizer was made, and learn now, a table of their own."""
         new = optimizer.thawed()
         if new:
             self._tables.dense += new
@@ -180,13 +182,13 @@ class PsGradients:
         return any(m[0] for m in marks) and marks != self._marks
 
     def any(self) -> bool:
-        """Whether there is any gradient."""
+        """Return whether there is any gradient."""
         return any(t.has_grad for t in self._tables.batches.values()) or any(
             group.has_grad() for optimizer in self.optimizers for group in optimizer.groups
         )
 
     def zero(self) -> None:
-        """All of them, as if by every optimizer's ``zero_grad``."""
+        """Zero all of them, as if by every optimizer's ``zero_grad``."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         self.zero_tables()
@@ -196,30 +198,30 @@ class PsGradients:
             table.zero()
 
     def zero_followers(self, optimizer: PsOptimizer) -> None:
-        """Tables that follow the only optimizer are zeroed with it."""
+        """Zero the tables that follow the only optimizer, with it."""
         for held in self.firing.fired(optimizer):
             held.table.zero()
 
     def mark_kept(self) -> None:
-        """Batches wait for a step: remember the smallest dense gradient that they are in. It is kept alive, so that
-        another one in its place is seen to be another."""
+        """Note that batches wait for a step: remember the smallest dense gradient that they are in. It is kept alive,
+        so that another one in its place is seen to be another."""
         found = [p for o in self.optimizers for group in o.groups for p in group.params if p.grad is not None]
         smallest = min(found, key=lambda p: p.numel(), default=None)
         self._probe = None if smallest is None or smallest.grad is None else (smallest, smallest.grad)
 
     def forget_kept(self) -> None:
-        """No batches wait for a step."""
+        """Note that no batches wait for a step."""
         self._probe = None
 
     def kept_are_gone(self) -> bool:
-        """Whether the gradients of batches that wait for a step are gone, by whatever way."""
+        """Return whether the gradients of batches that wait for a step are gone, by whatever way."""
         if self._probe is None:
             return not self.any()
         p, grad = self._probe
         return p.grad is not grad
 
     def _marks_now(self) -> list[tuple[int, int]]:
-        """Of each gradient: which it is, and how often it was changed; (0, 0): there is none."""
+        """Return of each gradient which it is, and how often it was changed; (0, 0): there is none."""
         out = [(int(t.has_grad), t.backwards) for t in self._tables.batches.values()]
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:

@@ -1,4 +1,4 @@
-"""The loop of mode ps: what a script iterates over. It begins and ends iterations, and does nothing else."""
+"""Runs the loop of mode ps: what a script iterates over. It begins and ends iterations, and does nothing else."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class PsLoop:
         return f"<PsLoop {self.registered}, {self.batches} batches>"
 
     def steps(self, loader: Loader) -> Iterator[Any]:
-        """Batches of ``loader``, each with its rows in place; what the script computes from them is pushed."""
+        """Yield batches of ``loader``, each with its rows in place; what the script computes from them is pushed."""
         driver, pusher, clock = self._driver, self._pusher, self._clock
         reader = self._begin(loader)
         complete = False
@@ -173,7 +173,7 @@ class PsLoop:
     # ------------------------------------------------------------ iterations
 
     def _next(self, reader: BatchReader) -> BatchItem | None:
-        """The next batch, its rows in place and the parameters up to date; None at the end of the data."""
+        """Return the next batch, its rows in place and the parameters up to date; None at the end of the data."""
         ending, builder = self._driver.ending, self._builder
         while True:
             item = reader.next()

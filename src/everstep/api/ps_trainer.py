@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class PsTrainer:
-    """A ``Trainer`` (``api.trainer``)."""
+    """Is a ``Trainer`` (``api.trainer``)."""
 
     processes, process_index, speaks = 1, 0, True
 
@@ -53,13 +53,13 @@ class PsTrainer:
         raise ScriptError("job.digest: in mode ps the model is on the ps; 'everstep audit' compares what they have")
 
     def check_sparse(self) -> None:
-        """Always possible."""
+        """Do nothing: it is always possible."""
 
     def check_model(self, model: nn.Module) -> None:
-        """``optimizer`` looks at its parameters."""
+        """Do nothing: ``optimizer`` looks at its parameters."""
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
-        """The ps-side twin of ``optimizer``."""
+        """Return the ps-side twin of ``optimizer``."""
         taken = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for older in self._gradients.optimizers:
             gone = older.give_up(taken)
@@ -80,7 +80,7 @@ class PsTrainer:
         yield
 
     def reduce_gradients(self) -> None:
-        """Gradients go to the ps at ``step``."""
+        """Do nothing: gradients go to the ps at ``step``."""
 
     def steps(self, loader: Loader) -> Iterator[Any]:
         return self.engine.steps(loader)
@@ -99,7 +99,7 @@ class PsTrainer:
         not_started(self.tables)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Optimizers on the ps begin anew."""
+        """Do nothing: optimizers on the ps begin anew."""
 
     def leave(self, error: str) -> None:
         self.engine.leave("the script ended")

@@ -1,4 +1,4 @@
-"""Names of ``Job`` that have changed: they work for one version, and say so."""
+"""Gives a ``Job`` the names that have changed: they work for one version, and say so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients of rows on their way from member to member of a group: tables, keys and gradients in one tensor."""
+"""Packs gradients of rows on their way from member to member of a group: tables, keys and gradients in one tensor."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Entry = tuple[TableId, NDArray[np.int64], NDArray[np.float32]]
 
 
 def pack(entries: list[Entry]) -> NDArray[np.uint8]:
-    """int64: how many entries; of each table, rows and width; then of each the keys and the gradients (float32), padded
-    to eight bytes."""
+    """Return int64: how many entries; of each table, rows and width; then of each the keys and the gradients (float32),
+    padded to eight bytes."""
     head = np.array([len(entries), *(n for t, k, g in entries for n in (t, len(k), g.shape[1]))], np.int64)
     pieces = [head.view(np.uint8)]
     for _, keys, grads in entries:
@@ -25,7 +25,7 @@ def pack(entries: list[Entry]) -> NDArray[np.uint8]:
 
 
 def unpack(blob: torch.Tensor) -> list[Entry]:
-    """Views of what ``pack`` made. Raises InternalError where it cannot be."""
+    """Return views of what ``pack`` made. Raises InternalError where it cannot be."""
     raw: NDArray[np.uint8] = blob.numpy()
     words = raw[: len(raw) // 8 * 8].view(np.int64)
     count = int(words[0]) if len(words) else -1

@@ -1,4 +1,4 @@
-"""Which batches each step of the script consumes, and when it is pushed. Mode ps.
+"""Says which batches each step of the script consumes, and when it is pushed. Mode ps.
 
 An iteration with one ``opt.step()`` is a step: its gradients are captured there and pushed when the iteration is over.
 A second step, or a look at the values that a step has changed, pushes what is captured before: such a piece consumes
@@ -72,7 +72,7 @@ class StepBuilder:
         self._gradients.hold(optimizer, of_torch)
 
     def stepped(self, optimizer: PsOptimizer) -> None:
-        """The script's ``opt.step()``. Raises the failure, ScriptError, NonFiniteGradientError (policy raise)."""
+        """Do the script's ``opt.step()``. Raises the failure, ScriptError, NonFiniteGradientError (policy raise)."""
         self._driver.ending.check()
         in_loop = self._tables.current is not None
         if not in_loop and not self._hand.kept:
@@ -109,7 +109,7 @@ class StepBuilder:
             self._leave_out()
 
     def dense_state(self, group: DenseGroup) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Keys and optimizer state (float32 [rows, floats]) of a group as they are on the ps now."""
+        """Return keys and optimizer state (float32 [rows, floats]) of a group as they are on the ps now."""
         self.freshen()
         self._tables.declare()
         keys, _, state = self._tables.scan(group.spec)
@@ -196,7 +196,7 @@ class StepBuilder:
         item.close()
 
     def goes_on(self, work: RangeWork) -> bool:
-        """Whether one step can consume the kept batches and ``work``: the same partitions want them."""
+        """Return whether one step can consume the kept batches and ``work``: the same partitions want them."""
         with self._driver.lock:
             return self._driver.protocol.alike([*self._hand.works(), work])
 
@@ -233,7 +233,7 @@ class StepBuilder:
             captured.settle()
 
     def take_rest(self) -> list[Consumed]:
-        """The loop ends early: batches that no step has consumed are left out, and the caller's now."""
+        """Leave out the batches that no step has consumed, since the loop ends early; they are the caller's now."""
         self._leave_out()
         kept = self._take_kept()
         self._pusher.left_out += samples_of(kept)
@@ -259,7 +259,7 @@ class StepBuilder:
         driver.feed(lambda: driver.protocol.hold_back(work))
 
     def _take_kept(self, consumed: bool = False) -> list[Consumed]:
-        """``consumed``: by a step that was captured before, when their gradients were there."""
+        """Take what is kept. ``consumed``: by a step that was captured before, when their gradients were there."""
         if self._hand.kept and not consumed and self._gradients.kept_are_gone():
             self._leave_out()
         self._gradients.forget_kept()

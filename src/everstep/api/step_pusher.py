@@ -1,4 +1,4 @@
-"""The unit of push of mode ps: computed batches with the gradients of one step, handed over to the protocol driver."""
+"""Pushes the unit of mode ps: computed batches with the gradients of one step, handed over to the protocol driver."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class StepPusher:
                 driver.close_part()
 
     def _cut_sample(self, left: RangeWork) -> RangeWork:
-        """The first sample of the batch in hand, or all of it where it cannot be cut; the rest stays in hand."""
+        """Return the first sample of the batch in hand, or all of it where it cannot be cut; the rest stays in hand."""
         driver, gate = self._driver, self._driver.admission.gate
         halves = None
         if left.hi - left.lo > 1:

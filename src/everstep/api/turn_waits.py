@@ -1,4 +1,5 @@
-"""Waits for the next work and for this worker's turn: the thread that computes sleeps here, and nowhere else."""
+"""Holds all waits for the next work and for this worker's turn: the thread that computes sleeps here, and nowhere
+else."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ class TurnWaits:
         return f"<TurnWaits of {self._driver}>"
 
     def work(self, stop: threading.Event) -> RangeWork | None:
-        """The next work; None: there is none any more, or the loop is to end. Raises the failure."""
+        """Return the next work; None: there is none any more, or the loop is to end. Raises the failure."""
         driver, admission = self._driver, self._admission
         protocol, gate = driver.protocol, admission.gate
         nothing_at = time.monotonic()

@@ -1,4 +1,4 @@
-"""What a worker of mode ps tells with each beat: progress, and what it measures of itself."""
+"""Says what a worker of mode ps tells with each beat: progress, and what it measures of itself."""
 
 from __future__ import annotations
 

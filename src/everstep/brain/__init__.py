@@ -1,1 +1,1 @@
-"""The job's pure state machine: events in, instructions out; no I/O, no clock."""
+"""Is the job's pure state machine: events in, instructions out; no I/O, no clock."""

@@ -1,4 +1,4 @@
-"""The master's pure core: ``handle(event) -> list[Instruction]``.
+"""Is the master's pure core: ``handle(event) -> list[Instruction]``.
 
 Theory. The state is the fold of the events; nothing here reads a clock, draws a number or waits. Three rules carry
 the exactly-once protocol:
@@ -84,7 +84,8 @@ class Brain:
 
     @classmethod
     def restore(cls, snapshot: bytes) -> Brain:
-        """The brain of ``snapshot()``. Raises ``msgspec.ValidationError`` on bytes that are none (of this version)."""
+        """Return the brain of ``snapshot()``. Raises ``msgspec.ValidationError`` on bytes that are none (of this
+        version)."""
         return cls(decode_state(snapshot))
 
     def become(self, other: Brain) -> None:
@@ -124,7 +125,7 @@ class Brain:
 
     @property
     def leases(self) -> dict[ShardKey, HeldLease]:
-        """Current leases by shard."""
+        """Return current leases by shard."""
         return self.shards.leases
 
     @property
@@ -136,12 +137,12 @@ class Brain:
         return self.concerns.groups
 
     def takes(self, kind: type) -> bool:
-        """Whether some concern of this job handles facts of this kind: whether its workers train by leases
+        """Return whether some concern of this job handles facts of this kind: whether its workers train by leases
         (``ShardAsked``), or in a group (``StepsCommitted``)."""
         return kind in self.concerns.handlers
 
     def doing(self) -> Iterator[HeldLease]:
-        """Current leases, for a display."""
+        """Yield current leases, for a display."""
         yield from self.leases.values()
 
     def may_end(self, slot: Slot, incarnation: Incarnation) -> bool:

@@ -21,7 +21,7 @@ SNAPSHOT_VERSION = 6
 
 
 class State(msgspec.Struct, kw_only=True):
-    """All that the brain knows; a snapshot is this, encoded."""
+    """Holds all that the brain knows; a snapshot is this, encoded."""
 
     version: int = SNAPSHOT_VERSION
     job: JobState = msgspec.field(default_factory=JobState)

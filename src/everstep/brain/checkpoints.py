@@ -1,4 +1,4 @@
-"""Checkpoints of the job, and when a done shard may be forgotten.
+"""Records checkpoints of the job, and says when a done shard may be forgotten.
 
 Theory. A checkpoint needs no barrier: every ps snapshots its partitions when it gets to it, and a snapshot carries the
 watermarks of its partition, so any set of snapshots, one of each partition, can be gone on from: what a partition lacks
@@ -49,29 +49,30 @@ Inputs = dict[str, str | int | float | bool]
 
 
 def has_checkpoints(spec: JobSpec) -> bool:
-    """Whether checkpoints are the job's durable tier: done shards wait for them."""
+    """Return whether checkpoints are the job's durable tier: done shards wait for them."""
     return bool(spec.checkpoint_every or spec.checkpoint_to)
 
 
 def leaves_model(spec: JobSpec) -> bool:
-    """Whether the job leaves its model when it ends in order. (``everstep run`` says where; a spec alone does not.)"""
+    """Return whether the job leaves its model when it ends in order. (``everstep run`` says where; a spec alone does
+    not.)"""
     return spec.model_to not in ("", "none")
 
 
 def ends_with_checkpoint(spec: JobSpec) -> bool:
-    """Whether a job that ends in order takes a last checkpoint: of what it has, or to go on from."""
+    """Return whether a job that ends in order takes a last checkpoint: of what it has, or to go on from."""
     return has_checkpoints(spec) or leaves_model(spec)
 
 
 def waits_for_mirrors(spec: JobSpec) -> bool:
-    """Whether pushes are acknowledged before their mirrors have them."""
+    """Return whether pushes are acknowledged before their mirrors have them."""
     return spec.parity not in ("", "0") and spec.protect == "eager"
 
 
 class Writing(msgspec.Struct, kw_only=True, rename={"snapshots": "images", "partial": "draft"}):
-    """The checkpoint in progress. ``since``: the one that its increments build on, 0: none; ``failures``: errors told,
-    by ps; ``manifest``: set once every partition has a snapshot and its writing was ordered. ``disowned``: partitions
-    that went back to something older meanwhile: only a snapshot of their owner counts."""
+    """Is the checkpoint in progress. ``since``: the one that its increments build on, 0: none; ``failures``: errors
+    told, by ps; ``manifest``: set once every partition has a snapshot and its writing was ordered. ``disowned``:
+    partitions that went back to something older meanwhile: only a snapshot of their owner counts."""
 
     number: int
     since: int
@@ -87,12 +88,12 @@ class Writing(msgspec.Struct, kw_only=True, rename={"snapshots": "images", "part
 
     @property
     def ends_job(self) -> bool:
-        """Whether the job ends with this one."""
+        """Return whether the job ends with this one."""
         return self.reason in (CheckpointReason.FINAL, CheckpointReason.STOP)
 
 
 class Kept(msgspec.Struct, frozen=True, array_like=True):
-    """A committed checkpoint, for displays. ``since`` 0: a base. ``bytes_written``: for this one alone."""
+    """Describes a committed checkpoint, for displays. ``since`` 0: a base. ``bytes_written``: for this one alone."""
 
     number: int
     at: float
@@ -102,7 +103,7 @@ class Kept(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CheckpointRecords(msgspec.Struct):
-    """What is known of the job's checkpoints.
+    """Holds what is known of the job's checkpoints.
 
     ``numbers``: the last number used. ``begun_at``: of the last one begun. ``newest``: the newest one committed,
     also of the job that this one goes on from; ``committed``: it is this job's own. ``shown``: what displays say of it;
@@ -145,8 +146,8 @@ class CheckpointRecords(msgspec.Struct):
         return f"<checkpoints {now}, newest {self.newest.checkpoint if self.newest is not None else 0}>"
 
     def newest_snapshot(self, partition: PartitionId) -> tuple[int, PartitionSnapshot] | None:
-        """The checkpoint and the snapshot that a partition may fall back to; None: there is none. What the snapshot
-        lacks of the done shards (``Shards.lacking``) must then be reopened (``Shards.reopen_done``)."""
+        """Return the checkpoint and the snapshot that a partition may fall back to; None: there is none. What the
+        snapshot lacks of the done shards (``Shards.lacking``) must then be reopened (``Shards.reopen_done``)."""
         if self.newest is None or not self.usable:
             return None
         found = next((snapshot for snapshot in self.newest.snapshots if snapshot.partition == partition), None)
@@ -154,7 +155,7 @@ class CheckpointRecords(msgspec.Struct):
 
     @property
     def aside_words(self) -> str:
-        """Why there is no going on."""
+        """Return why there is no going on."""
         found = self.refused.get(self.aside, [])
         return (
             f"checkpoint {self.aside} is set aside, it could not be loaded {len(found)} times: {'; '.join(found)}; "
@@ -163,7 +164,7 @@ class CheckpointRecords(msgspec.Struct):
 
     @property
     def limit_s(self) -> float:
-        """How long the one in progress may take."""
+        """Return how long the one in progress may take."""
         never = self.writing is not None and self.writing.reason is CheckpointReason.FINAL and not self.committed
         return GIVE_UP_FINAL_S if never or self.stopping else GIVE_UP_S
 
@@ -189,7 +190,7 @@ class Checkpoints(CheckpointRecords):
     # ------------------------------------------------------------ for whoever restores partitions
 
     def first_snapshots(self, partitions: int) -> tuple[tuple[PartitionId, int], ...]:
-        """What the first placement of a resumed job has its ps load: every partition."""
+        """Return what the first placement of a resumed job has its ps load: every partition."""
         return tuple((PartitionId(b), self.resumed) for b in range(partitions)) if self.resumed else ()
 
     def load_failed(self, checkpoint: int, who: str, why: str) -> list[InstructionType]:
@@ -223,7 +224,7 @@ class Checkpoints(CheckpointRecords):
         return [] if has_checkpoints(job.spec) or waits_for_mirrors(job.spec) else self._release(job, shards)
 
     def _release(self, job: JobState, shards: Shards) -> list[InstructionType]:
-        """All that the tier rule allows by now."""
+        """Release all that the tier rule allows by now."""
         if self.writing is not None or not (self.covered or has_checkpoints(job.spec)):
             return []
         keys = list(shards.releasing)
@@ -462,7 +463,7 @@ class Checkpoints(CheckpointRecords):
 
 
 def by_word(job: JobState) -> str:
-    """What is said of a checkpoint that the user said to trust; "" of any other."""
+    """Return what is said of a checkpoint that the user said to trust; "" of any other."""
     if not job.spec.trusted:
         return ""
     return "; it was not written with the job's key, and is trusted by --trust-checkpoint"
@@ -476,7 +477,8 @@ def turned(mark: Mark, manifest: Manifest) -> Mark:
 
 
 def replica_start(checkpoints: Checkpoints) -> tuple[Mark, int]:
-    """Where a group begins of which nobody has a state: the mark, and the checkpoint that has it (0: from nothing)."""
+    """Return where a group begins of which nobody has a state: the mark, and the checkpoint that has it (0: from
+    nothing)."""
     newest = checkpoints.newest
     if newest is None or newest.replica is None:
         return Mark(), 0
@@ -484,8 +486,8 @@ def replica_start(checkpoints: Checkpoints) -> tuple[Mark, int]:
 
 
 def lacks(partial: Manifest, snapshot: PartitionSnapshot) -> str:
-    """Why this snapshot of a table's partition does not go with the replica of ``partial``: a job that went on from
-    both would never train for that partition what the replica has had; "": it does."""
+    """Return why this snapshot of a table's partition does not go with the replica of ``partial``: a job that went on
+    from both would never train for that partition what the replica has had; "": it does."""
     if partial.replica is None:
         return ""
     mark = partial.replica.mark

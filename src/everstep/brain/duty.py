@@ -1,4 +1,5 @@
-"""The chief: the one worker that evaluates and saves, and what the job's script does once and not again.
+"""Keeps the duty of the chief: the one worker that evaluates and saves, and what the job's script does once and not
+again.
 
 Theory. What stands behind the last loop is part of the script, so the job is done only when the script of the chief has
 ended well. The chief is a duty and not a number: it belongs to a slot, so that the process that replaces a lost chief
@@ -28,9 +29,9 @@ class Claim(msgspec.Struct, array_like=True):
 
 
 class Duty(msgspec.Struct):
-    """``slot``: whose duty it is, -1: nobody's yet. ``told``: the life in that slot that was told so last, 0: none.
-    ``done``: the script of a chief has ended well. ``reruns``: scripts started again because none had. ``once``: by
-    key, what ``job.once`` guards."""
+    """Is the chief's duty. ``slot``: whose duty it is, -1: nobody's yet. ``told``: the life in that slot that was told
+    so last, 0: none. ``done``: the script of a chief has ended well. ``reruns``: scripts started again because none
+    had. ``once``: by key, what ``job.once`` guards."""
 
     slot: Slot = Slot(-1)
     told: Incarnation = Incarnation(0)
@@ -42,8 +43,8 @@ class Duty(msgspec.Struct):
         return f"<duty of {f'worker:{self.slot}' if self.slot >= 0 else 'nobody'}{' done' if self.done else ''}>"
 
     def ask(self, members: Members, record: SlotRecord, final: frozenset[Slot], trained: bool) -> bool:
-        """Whether the process of ``record`` is the chief. ``final``: workers that have the state that all end with,
-        where that is known; ``trained``: all data is."""
+        """Return whether the process of ``record`` is the chief. ``final``: workers that have the state that all end
+        with, where that is known; ``trained``: all data is."""
         if not self.done and not self._keeps(members, record, final, trained):
             there = [s for s in _able(members) if not final or s in final]
             self.slot = (
@@ -57,7 +58,7 @@ class Duty(msgspec.Struct):
         return chief
 
     def _keeps(self, members: Members, asker: SlotRecord, final: frozenset[Slot], trained: bool) -> bool:
-        """Whether the duty stays where it is although ``asker`` would like to know."""
+        """Return whether the duty stays where it is although ``asker`` would like to know."""
         holder = members.workers.get(self.slot)
         if holder is asker:
             return True

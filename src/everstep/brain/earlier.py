@@ -39,7 +39,7 @@ _decode = msgspec.msgpack.Decoder(Event).decode
 
 
 def decode_event(raw: bytes) -> Event:
-    """An entry of the journal, of this release or an earlier one. Raises ``msgspec.MsgspecError``."""
+    """Return an entry of the journal, of this release or an earlier one. Raises ``msgspec.MsgspecError``."""
     try:
         if len(raw) > 1 and 0x90 <= raw[0] <= 0x9F and 0xA0 <= raw[1] <= 0xBF:  # an array that begins with a short text
             return _decode(_encode(_as_now(_plain(raw))))

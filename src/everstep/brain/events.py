@@ -1,4 +1,4 @@
-"""What the brain is told (events) and what it wants done (instructions).
+"""Defines what the brain is told (events) and what it wants done (instructions).
 
 One struct for each fact: it is the request on the wire, what the brain handles, and, in an :class:`Event` that the
 master stamps, the journal's entry. The brain's state is the fold of its events. The shell answers a request with the
@@ -32,8 +32,8 @@ from everstep.policies.hot import HotMove
 
 
 class Fact(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
-    """Base of what the brain is told: by a request, or by the master, which noticed it. The same struct is the request
-    on the wire, what the brain handles, and what the journal keeps."""
+    """Is the base of what the brain is told: by a request, or by the master, which noticed it. The same struct is the
+    request on the wire, what the brain handles, and what the journal keeps."""
 
 
 class MasterStarted(Fact, frozen=True, tag="master_started"):
@@ -97,8 +97,8 @@ class MirrorsReady(Fact, frozen=True, tag="mirrors_ready"):
 
 
 class PartitionsReady(Fact, frozen=True, tag="buckets_ready"):
-    """Partitions that a placement gave to a ps are whole there; ``how`` STUCK: they are not, and the ps has no way to
-    get them. Answer: Ok | Fenced."""
+    """Says that partitions which a placement gave to a ps are whole there; ``how`` STUCK: they are not, and the ps has
+    no way to get them. Answer: Ok | Fenced."""
 
     placement: Whole  # version
     partitions: tuple[PartitionId, ...]
@@ -134,7 +134,7 @@ class ReplicaWritten(Fact, frozen=True, tag="replica_written"):
 
 
 class CheckpointCommitted(Fact, frozen=True, tag="checkpoint_committed"):
-    """The manifest that the brain ordered is durable; or it could not be written (``error``)."""
+    """Says that the manifest which the brain ordered is durable; or it could not be written (``error``)."""
 
     checkpoint: int
     error: str = ""
@@ -158,13 +158,14 @@ class JobResumed(Fact, frozen=True, tag="job_resumed"):
 
 
 class ShardsConfirmed(Fact, frozen=True, tag="shards_confirmed"):
-    """All that the ps applied before ``before`` (seconds since the epoch) is kept by all mirrors (protect: eager)."""
+    """Says that all that the ps applied before ``before`` (seconds since the epoch) is kept by all mirrors (protect:
+    eager)."""
 
     before: float
 
 
 class DrainAsked(Fact, frozen=True, tag="drain_asked"):
-    """From ``everstep drain``, an agent's reclaim notice, or a ps that was told to end: empty this node or member
+    """Comes from ``everstep drain``, an agent's reclaim notice, or a ps that was told to end: empty this node or member
     within ``deadline_s`` seconds. ``again``: then start another one in its slot. Answer: Ok | Refused."""
 
     target: str  # "ps:1", "worker:0" or a node
@@ -173,8 +174,8 @@ class DrainAsked(Fact, frozen=True, tag="drain_asked"):
 
 
 class MemberSilent(Fact, frozen=True, tag="member_silent"):
-    """No heartbeat for ``silent_s`` seconds; ``lost``: beyond the limit, else only suspect. ``why``: it is lost for
-    another reason than its silence (its script makes no progress)."""
+    """Says that there was no heartbeat for ``silent_s`` seconds; ``lost``: beyond the limit, else only suspect.
+    ``why``: it is lost for another reason than its silence (its script makes no progress)."""
 
     role: Role
     slot: Slot
@@ -234,10 +235,10 @@ class ShardAsked(Fact, frozen=True, tag="shard_asked"):
 
 
 class ShardDone(Fact, frozen=True, tag="shard_done"):
-    """Every ps acknowledged the whole shard. ``servers``: (slot, incarnation) of those that did; an acknowledgement
-    of a dead incarnation does not count, and the shard is reopened. ``route``: of the map by which they did, 0: not
-    told; one from before a loss that cost something does not count either. Answer: Ok (taken, or taken before) |
-    Refused (the lease is not current) | Fenced."""
+    """Says that every ps acknowledged the whole shard. ``servers``: (slot, incarnation) of those that did; an
+    acknowledgement of a dead incarnation does not count, and the shard is reopened. ``route``: of the map by which they
+    did, 0: not told; one from before a loss that cost something does not count either. Answer: Ok (taken, or taken
+    before) | Refused (the lease is not current) | Fenced."""
 
     shard: ShardKey
     lease: LeaseNo
@@ -265,7 +266,8 @@ class LeaseExpired(Fact, frozen=True, tag="lease_expired"):
 
 
 class ScaleAsked(Fact, frozen=True, tag="scale_asked"):
-    """``also``: more of the same plan, which is taken or refused as a whole. Answer: Ok | Refused."""
+    """Asks for another number of members. ``also``: more of the same plan, which is taken or refused as a whole.
+    Answer: Ok | Refused."""
 
     role: Role
     count: Members
@@ -300,15 +302,16 @@ class GroupLeft(Fact, frozen=True, tag="group_left"):
 
 
 class StepsCommitted(Fact, frozen=True, tag="steps_committed"):
-    """Steps that the group committed, in groups, off the critical path; from any member, the lowest rank as a rule,
-    and again until it is answered. Repeats and overlaps are harmless. Answer: Ok (durable) | Fenced."""
+    """Tells steps that the group committed, in groups, off the critical path; from any member, the lowest rank as a
+    rule, and again until it is answered. Repeats and overlaps are harmless. Answer: Ok (durable) | Fenced."""
 
     steps: tuple[Committed, ...]
 
 
 class GroupStalled(Fact, frozen=True, tag="group_stalled"):
-    """A member waits in a collective for ``waited_s`` seconds. ``silent``: members of its group that the watch has
-    not heard for longer than the limit of stalls (filled in by the shell): they are lost. Answer: Ok | Fenced."""
+    """Says that a member waits in a collective for ``waited_s`` seconds. ``silent``: members of its group that the
+    watch has not heard for longer than the limit of stalls (filled in by the shell): they are lost. Answer: Ok |
+    Fenced."""
 
     generation: WholeOrNone
     step: WholeOrNone
@@ -337,7 +340,7 @@ class NodesDue(Fact, frozen=True, tag="nodes_due"):
 
 
 class HotPartitions(Fact, frozen=True, tag="hot_buckets"):
-    """Partitions that should move from a ps that has too much to do. ``loads``: rows a second, by ps."""
+    """Names partitions that should move from a ps that has too much to do. ``loads``: rows a second, by ps."""
 
     moves: tuple[HotMove, ...]
     loads: tuple[tuple[Slot, int], ...] = ()
@@ -358,8 +361,8 @@ class PolicyDisabled(Fact, frozen=True, tag="policy_disabled"):
 
 
 class StopAsked(Fact, frozen=True, tag="stop_asked"):
-    """From ``everstep stop`` or the agent. ``checkpoint``: where the job has checkpoints, take a last one first, for a
-    minute at most. Answer: Ok."""
+    """Comes from ``everstep stop`` or the agent. ``checkpoint``: where the job has checkpoints, take a last one first,
+    for a minute at most. Answer: Ok."""
 
     reason: str
     checkpoint: bool = False
@@ -379,8 +382,8 @@ class RemarkMade(Fact, frozen=True, tag="remark_made"):
 
 
 class CapacityChanged(Fact, frozen=True, tag="capacity_changed"):
-    """From ``everstep run --capacity``: what became of a machine beside the first one. Costs are reckoned from it.
-    A machine that is gone is a node that is lost, at once. ``price``: USD for an hour, where the source says one.
+    """Comes from ``everstep run --capacity``: what became of a machine beside the first one. Costs are reckoned from
+    it. A machine that is gone is a node that is lost, at once. ``price``: USD for an hour, where the source says one.
     ``recorded_s``: the moment of the recording that is played. ``life``: so many machines of this name came before.
     Answer: Ok."""
 
@@ -462,7 +465,7 @@ FactType = Said | Noticed
 
 
 class Sender(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Who said it, as its connection proved to be. ``master``: nobody, the master noticed. ``node``: of an agent."""
+    """Is who said it, as its connection proved to be. ``master``: nobody, the master noticed. ``node``: of an agent."""
 
     role: Literal["worker", "ps", "agent", "command", "master"] = "master"
     slot: Slot = Slot(0)
@@ -490,7 +493,7 @@ def by_ps(slot: Slot, incarnation: Incarnation) -> Sender:
 
 
 class Event(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A fact as the master stamped it; an entry of the journal.
+    """Is a fact as the master stamped it; an entry of the journal.
 
     ``at``: seconds since the epoch, from the shell's clock; never goes back (the shell sees to it). ``cause``: number
     of the event whose instruction led to this one, 0: none, or not known."""
@@ -502,7 +505,7 @@ class Event(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def slot(self) -> Slot:
-        """Of the worker or ps that said it."""
+        """Return the slot of the worker or ps that said it."""
         return self.sender.slot
 
     @property
@@ -514,7 +517,7 @@ class Event(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
-    """Base of what a request can be answered with."""
+    """Is the base of what a request can be answered with."""
 
 
 class Welcome(Answer, frozen=True, tag="welcome"):
@@ -556,7 +559,7 @@ class EndOfData(Answer, frozen=True, tag="end_of_data"):
 
 
 class Ok(Answer, frozen=True, tag="ok"):
-    """Taken; nothing more to say."""
+    """Says that it is taken; there is nothing more to say."""
 
 
 class CheckpointBegun(Answer, frozen=True, tag="checkpoint_begun"):
@@ -564,15 +567,15 @@ class CheckpointBegun(Answer, frozen=True, tag="checkpoint_begun"):
 
 
 class Grouped(Answer, frozen=True, tag="grouped"):
-    """The group as it is now; you may be in it, joining, or still waiting for it (the order follows). ``cursor``: where
-    the journal is in the dataset that was asked for."""
+    """Is the group as it is now; you may be in it, joining, or still waiting for it (the order follows). ``cursor``:
+    where the journal is in the dataset that was asked for."""
 
     group: Group | None
     cursor: Mark = Mark()
 
 
 class Yes(Answer, frozen=True, tag="yes"):
-    """The answer to a question (ChiefAsked, OnceAsked)."""
+    """Is the answer to a question (ChiefAsked, OnceAsked)."""
 
     yes: bool
 
@@ -583,7 +586,7 @@ AnswerType = Welcome | Fenced | Registered | Refused | Granted | Wait | EndOfDat
 
 
 class Instruction(msgspec.Struct, frozen=True, tag=True):
-    """Base of what the brain wants done. Doing one twice is harmless."""
+    """Is the base of what the brain wants done. Doing one twice is harmless."""
 
 
 class Reply(Instruction, frozen=True, tag="reply"):
@@ -643,7 +646,7 @@ class RevokeLease(Instruction, frozen=True, tag="revoke_lease"):
 
 
 class Note(Instruction, frozen=True, tag="note"):
-    """A line for people: display, event log, ``everstep explain``."""
+    """Is a line for people: display, event log, ``everstep explain``."""
 
     member: str  # "worker:1", "" for the job as a whole
     decision: Decision

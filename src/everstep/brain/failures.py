@@ -1,4 +1,5 @@
-"""Whether a worker whose script raised is tried again: by what the error may come from, within ``script_retries``."""
+"""Says whether a worker whose script raised is tried again: by what the error may come from, within
+``script_retries``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The group of mode allreduce: who is in it, how far it is, and what a loss or a newcomer makes of it.
+"""Is the group of mode allreduce: who is in it, how far it is, and what a loss or a newcomer makes of it.
 
 Theory. The wanted group is a function of three things: the group published last, which processes live, and what they
 asked for (enter, synced, leave). :class:`Generations` compares it with the group published last after every
@@ -33,7 +33,7 @@ Adjust = AdjustBatch | AdjustAccum | AdjustRate
 
 
 class Asker(msgspec.Struct):
-    """A worker in its loop. ``synced``: the generation that it follows, 0: none; ``leaving``: why, if it does.
+    """Is a worker in its loop. ``synced``: the generation that it follows, 0: none; ``leaving``: why, if it does.
     ``over``: it was told that its loop is over, and enters nothing until it asks for another one."""
 
     incarnation: Incarnation
@@ -65,7 +65,7 @@ class LostMember(msgspec.Struct, array_like=True):
 
 
 class Stint(msgspec.Struct, array_like=True):
-    """Consecutive steps on one dataset: from step ``first`` on, ``start`` to ``end`` (epoch, position)."""
+    """Are consecutive steps on one dataset: from step ``first`` on, ``start`` to ``end`` (epoch, position)."""
 
     first: int
     dataset: int
@@ -74,7 +74,7 @@ class Stint(msgspec.Struct, array_like=True):
 
 
 class Skip(msgspec.Struct, array_like=True):
-    """Positions ``[lo, hi)`` that were committed without being applied."""
+    """Holds positions ``[lo, hi)`` that were committed without being applied."""
 
     dataset: int
     epoch: int
@@ -102,8 +102,9 @@ class StepHistory(msgspec.Struct):
 
 
 class GroupTiming(msgspec.Struct):
-    """``due_at``: when those who wait for a first group begin without the others, or a change that waits is published
-    with others (not before ``quiet_until``), or when it is said for whom ``too_few`` workers wait; 0: nothing waits."""
+    """Holds the times of a group. ``due_at``: when those who wait for a first group begin without the others, or a
+    change that waits is published with others (not before ``quiet_until``), or when it is said for whom ``too_few``
+    workers wait; 0: nothing waits."""
 
     due_at: float = 0.0
     too_few: bool = False
@@ -111,8 +112,8 @@ class GroupTiming(msgspec.Struct):
 
 
 class LossStreak(msgspec.Struct):
-    """``blamed``: losses in a row without getting further than step ``furthest``; ``blamed_at``: when one counted
-    last."""
+    """Counts losses in a row. ``blamed``: losses in a row without getting further than step ``furthest``;
+    ``blamed_at``: when one counted last."""
 
     blamed: int = 0
     blamed_at: float = 0.0
@@ -120,10 +121,10 @@ class LossStreak(msgspec.Struct):
 
 
 class MutualWaits(msgspec.Struct):
-    """``stuck``: members that said they wait for others, for long: in which generation, and when they said so last.
-    ``broken``: the last generation that was left because all of its members did; ``broken_step``: the step of then;
-    ``ended``: who had to end since, as that had not helped. ``apart``: how often members of different groups waited for
-    each other, which must never be."""
+    """Holds who waits for others. ``stuck``: members that said they wait for others, for long: in which generation, and
+    when they said so last. ``broken``: the last generation that was left because all of its members did;
+    ``broken_step``: the step of then; ``ended``: who had to end since, as that had not helped. ``apart``: how often
+    members of different groups waited for each other, which must never be."""
 
     stuck: dict[Slot, tuple[int, float]] = {}
     broken: int = 0
@@ -133,9 +134,9 @@ class MutualWaits(msgspec.Struct):
 
 
 class Groups(msgspec.Struct, kw_only=True):
-    """``group``: published last. ``origin``: the generation that began this line of states. ``step``: committed so far.
-    ``cursors``: (epoch, position) by dataset. ``confirmed``: the newest generation that has met, or of which a step was
-    told. ``force``: why to publish even if the members stay the same.
+    """Holds what is known of groups. ``group``: published last. ``origin``: the generation that began this line of
+    states. ``step``: committed so far. ``cursors``: (epoch, position) by dataset. ``confirmed``: the newest generation
+    that has met, or of which a step was told. ``force``: why to publish even if the members stay the same.
     ``dismissed``: who was told to end since the group that it was to leave is no more.
     ``entered``: by slot, in which life and with which generation it came into this line.
     ``passed``: who copied the state of the end, and came out of its loop with it without having been in the group.
@@ -166,6 +167,6 @@ class Groups(msgspec.Struct, kw_only=True):
         return f"<groups g{self.generations} of {size}, step {self.step}, {len(self.asked)} asked>"
 
     def cursor(self, dataset: int) -> Mark:
-        """The place of a state that has all committed steps, in this dataset."""
+        """Return the place of a state that has all committed steps, in this dataset."""
         epoch, position = self.cursors.get(dataset, (0, 0))
         return Mark(self.step, dataset, epoch, position)

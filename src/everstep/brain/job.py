@@ -1,4 +1,4 @@
-"""The job as a whole: its phase and its counters."""
+"""Is the job as a whole: its phase and its counters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nodes and the slots of workers and ps: who fills which, in which life, and what should run where."""
+"""Records nodes and the slots of workers and ps: who fills which, in which life, and what should run where."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RUNNING = (MemberState.STARTING, MemberState.ALIVE, MemberState.SUSPECT)
 
 
 class Node(msgspec.Struct):
-    """A machine with an agent. ``brought``: worker slots that this node added to the job when it joined.
+    """Is a machine with an agent. ``brought``: worker slots that this node added to the job when it joined.
     ``quiet_since``: when one of its processes was declared lost for its silence; until its agent has said anything the
     whole node may be cut off, and nobody is started there. 0.0: it is heard. ``machine``: that it stands on, "": one of
     its own. ``zone``: "": nobody said. ``since``: when it joined, or came back."""
@@ -35,7 +35,7 @@ class Node(msgspec.Struct):
 
 
 class SlotRecord(msgspec.Struct):
-    """One slot of a role and the process that fills it (or filled it last).
+    """Is one slot of a role and the process that fills it (or filled it last).
 
     ``losses``: processes lost in this slot so far; ``streak``: of those, in a row without a shard done between.
     ``stopping``: being ended on purpose. ``finished``: its script ran to its end. ``waiting``: no node has a place.
@@ -77,7 +77,7 @@ class SlotRecord(msgspec.Struct):
 
 
 class Members(msgspec.Struct):
-    """Everyone that is or was part of the job. ``homes``: the node that brought a worker slot along."""
+    """Holds everyone that is or was part of the job. ``homes``: the node that brought a worker slot along."""
 
     nodes: dict[NodeId, Node] = {}
     workers: dict[Slot, SlotRecord] = {}
@@ -95,14 +95,14 @@ class Members(msgspec.Struct):
         return [record for record in self.all() if record.member.node == node]
 
     def current(self, role: Role, slot: Slot, incarnation: Incarnation) -> SlotRecord | None:
-        """The record, if this very process fills it and was not declared dead; else None: it is fenced."""
+        """Return the record, if this very process fills it and was not declared dead; else None: it is fenced."""
         record = self.of(role).get(slot)
         if record is None or record.member.incarnation != incarnation or record.member.state not in RUNNING:
             return None
         return record
 
     def rooms(self, role: Role) -> list[NodeRoom]:
-        """What each living node can still take of this role. ``used`` is 0 where the places are not counted."""
+        """Return what each living node can still take of this role. ``used`` is 0 where the places are not counted."""
         places = {
             n.node: n.worker_places if role is Role.WORKER else n.ps_places
             for n in self.nodes.values()
@@ -117,7 +117,7 @@ class Members(msgspec.Struct):
         return [NodeRoom(node, of, used[node], self.machine_of(node)) for node, of in places.items()]
 
     def machine_of(self, node: NodeId) -> str:
-        """The machine on which a node stands: what is lost with it."""
+        """Return the machine on which a node stands: what is lost with it."""
         known = self.nodes.get(node)
         return (known.machine if known is not None else "") or node
 
@@ -165,7 +165,8 @@ class Rooms:
         self._offers: list[NodeId] = []  # the home node, and those with counted places
 
     def choose(self, home: NodeId | None, avoid: NodeId | None) -> NodeId | None:
-        """The node of the next process, None: it waits. ``home``: of its slot; ``avoid``: only if there is no other."""
+        """Return the node of the next process, None: it waits. ``home``: of its slot; ``avoid``: only if there is no
+        other."""
         rooms, node = self._now(), None
         if self._role is Role.PS:
             offers = [rooms[name] for name in self._offers]
@@ -204,7 +205,7 @@ class Rooms:
             heapq.heappush(self._counted, (room.used - room.places, self._order[room.node], room.node))
 
     def _emptiest(self) -> NodeId | None:
-        """Of the nodes with counted places, the first one that has most of them free."""
+        """Return, of the nodes with counted places, the first one that has most of them free."""
         rooms = self._now()
         while self._counted:
             free, _, node = self._counted[0]

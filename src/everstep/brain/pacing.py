@@ -1,4 +1,4 @@
-"""Who may go on (consistency sync and bounded): the master's side, a pure machine, soft state like the watch.
+"""Decides who may go on (consistency sync and bounded): the master's side, a pure machine, soft state like the watch.
 
 Theory
 ------
@@ -34,7 +34,7 @@ from everstep.model.turn import BatchShare, Share, Turn, WorkerClock
 
 
 class _Seen(msgspec.Struct):
-    """What a worker told last. ``out``: it does not count until it tells something else (its lease expired)."""
+    """Holds what a worker told last. ``out``: it does not count until it tells something else (its lease expired)."""
 
     incarnation: Incarnation
     place: WorkerClock
@@ -89,11 +89,11 @@ class Pacing:
 
     @property
     def quorum(self) -> int:
-        """Parts that close the step now."""
+        """Return parts that close the step now."""
         return max(1, min(len(self._active()), self.wanted - self.backup))
 
     def waits(self, slot: Slot) -> bool:
-        """Whether this worker does not get on because it has to wait for others."""
+        """Return whether this worker does not get on because it has to wait for others."""
         seen = self._seen.get(slot)
         if seen is None or seen.out:
             return False
@@ -102,7 +102,7 @@ class Pacing:
         return seen.place.state != "busy" or seen.place.step > self.step
 
     def working(self) -> tuple[Slot, ...]:
-        """Workers that take part now."""
+        """Return workers that take part now."""
         return tuple(sorted(self._active()))
 
     # ------------------------------------------------------------ inputs
@@ -115,8 +115,9 @@ class Pacing:
         backup: int = -1,
         portions: tuple[BatchShare, ...] = (),
     ) -> bool:
-        """``here``: the processes that run, by slot; ``holding``: those who hold a lease; ``wanted``: workers of the
-        job; ``backup`` (-1: as the job says), ``portions``: from the next step on. Whether ``turn`` changed."""
+        """Look at who is there; return whether a word is due. ``here``: the processes that run, by slot; ``holding``:
+        those who hold a lease; ``wanted``: workers of the job; ``backup`` (-1: as the job says), ``portions``: from the
+        next step on. Whether ``turn`` changed."""
         before = self._state()
         self.wanted = wanted
         self._backup_next = backup if backup >= 0 else self.consistency.backup
@@ -191,7 +192,7 @@ class Pacing:
         return True
 
     def _advance(self) -> bool:
-        """One transition of a step, if it is due."""
+        """Make one transition of a step, if it is due."""
         if self._closed:
             if any(self._owes(share) for share in self._closed.values()):
                 return False
@@ -212,7 +213,7 @@ class Pacing:
         return True
 
     def _owes(self, share: Share) -> bool:
-        """Whether a named worker is still to push its part."""
+        """Return whether a named worker is still to push its part."""
         if self._here.get(share.slot) != share.incarnation:
             return False
         seen = self._seen.get(share.slot)

@@ -1,4 +1,4 @@
-"""The ps of a map, and which acknowledgements of a shard are those of all its partitions."""
+"""Names the ps of a map, and which acknowledgements of a shard are those of all its partitions."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from everstep.model.placement import PsPlace
 
 
 def places_of(servers: Iterable[Member]) -> tuple[PsPlace, ...]:
-    """Where the given ps listen; those without an address are left out."""
+    """Return where the given ps listen; those without an address are left out."""
     found = [PsPlace(m.slot, m.incarnation, m.address) for m in servers if m.address is not None]
     return tuple(sorted(found, key=lambda place: place.slot))
 
 
 class Acks(msgspec.Struct, frozen=True, array_like=True):
-    """Who has to acknowledge a shard under one map: every one of ``owners`` (slot, life), and nobody who is not one of
-    ``servers``: whoever is none of them had partitions that are elsewhere by now."""
+    """Names who has to acknowledge a shard under one map: every one of ``owners`` (slot, life), and nobody who is not
+    one of ``servers``: whoever is none of them had partitions that are elsewhere by now."""
 
     owners: tuple[tuple[Slot, Incarnation], ...]
     servers: tuple[tuple[Slot, Incarnation], ...]
 
     def by(self, acks: tuple[tuple[Slot, Incarnation], ...]) -> str:
-        """ "" if these do; else which one does not, in words."""
+        """Return "" if these do; else which one does not, in words."""
         got, lives = dict(acks), dict(self.servers)
         for slot, incarnation in self.owners:
             told = got.get(slot)

@@ -1,4 +1,4 @@
-"""Plans of policies: checked, numbered, and turned into what the brain does anyway.
+"""Handles plans of policies: checked, numbered, and turned into what the brain does anyway.
 
 The policy itself is called outside, by the master's shell: a user's own may be slow, or fail. What comes of it enters
 the brain as an event, a plan or the end of the policy; so replaying a journal runs no policy. ``refuse`` is the check
@@ -68,7 +68,7 @@ class PolicyControl(msgspec.Struct, kw_only=True):
 
 
 def as_returned(made: Any) -> tuple[Any, Any]:
-    """What a policy returned, as a plan (or None) and its state. Raises ValueError."""
+    """Return what a policy returned, as a plan (or None) and its state. Raises ValueError."""
     if not isinstance(made, tuple | list) or len(made) != 2:
         raise ValueError(f"it returned {_short(made)} instead of two things: a plan or None, and its state")
     return made[0], made[1]
@@ -98,12 +98,12 @@ def as_plan(made: Any) -> Plan:
 
 
 def line(text: str) -> str:
-    """Somebody else's words as one line that a terminal shows and does not obey."""
+    """Return somebody else's words as one line that a terminal shows and does not obey."""
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())[:MAX_WORDS]
 
 
 def refuse(plan: Plan, seen: Observations) -> str:
-    """What is wrong with a plan made of these observations, in one line; "": nothing."""
+    """Return what is wrong with a plan made of these observations, in one line; "": nothing."""
     batch: Mapping[Slot, int] = {w.slot: w.share for w in seen.workers}
     accum: Mapping[Slot, int] = {}
     kinds = [type(action) for action in plan.actions]
@@ -186,8 +186,9 @@ def stale(
     waiting: str,
     cannot_follow: Callable[[Action], str],
 ) -> str:
-    """Why a plan cannot be followed any more; "": it can. ``here``: incarnations of the members that are up, by role;
-    ``waiting``: who is not, "" if nobody; ``cannot_follow``: why an action is none for this job, "": it is one."""
+    """Return why a plan cannot be followed any more; "": it can. ``here``: incarnations of the members that are up, by
+    role; ``waiting``: who is not, "" if nobody; ``cannot_follow``: why an action is none for this job, "": it is
+    one."""
     for action in plan.actions:
         if why := cannot_follow(action):
             return why
@@ -213,8 +214,8 @@ def stale(
 
 
 def divide(control: PolicyControl, actions: Sequence[Action], here: Mapping[Slot, Incarnation]) -> None:
-    """Mode ps, sync: from the next step on these workers (``here``: all that run) take what the actions say. Who is not
-    named takes what it took."""
+    """Have these workers (``here``: all that run) take what the actions say, from the next step on (mode ps, sync). Who
+    is not named takes what it took."""
     before = {p.slot: p for p in portions(control, here)}
     for action in actions:
         if isinstance(action, AdjustBatch):  # (passes are of the samples that they were made for)
@@ -227,8 +228,8 @@ def divide(control: PolicyControl, actions: Sequence[Action], here: Mapping[Slot
 
 
 def portions(control: PolicyControl, here: Mapping[Slot, Incarnation]) -> tuple[BatchShare, ...]:
-    """Mode ps, sync: what the workers take of a step. Nothing of a plan is left once one of those that it names is
-    gone: what the others take would be no whole step, and a new process may be faster or slower."""
+    """Return what the workers take of a step (mode ps, sync). Nothing of a plan is left once one of those that it names
+    is gone: what the others take would be no whole step, and a new process may be faster or slower."""
     if any(here.get(slot) != incarnation for slot, (incarnation, _) in control.divided.items()):
         return ()
     return tuple(portion for _, (_, portion) in sorted(control.divided.items()))
@@ -247,7 +248,7 @@ def _short(thing: object) -> str:
 
 
 def said(error: BaseException) -> str:
-    """An exception in one line."""
+    """Return an exception in one line."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:  # of its own

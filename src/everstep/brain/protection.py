@@ -1,4 +1,4 @@
-"""Where partitions and mirrors are and shall be: the first map, losses of ps, moves, ps that come and leave.
+"""Records where partitions and mirrors are and shall be: the first map, losses of ps, moves, ps that come and leave.
 
 Theory. The placement says what shall be; the ps do what is lacking and tell what they have (:class:`MirrorsReady`,
 :class:`PartitionsReady`, their hello). From these facts and the set of living ps each next placement follows, whatever
@@ -25,7 +25,7 @@ Inputs = dict[str, str | int | float | bool]
 
 
 class Protection(msgspec.Struct, kw_only=True):
-    """What the brain knows of partitions and mirrors.
+    """Holds what the brain knows of partitions and mirrors.
 
     ``layout``: what the placement shall become, over the ps ``over``, which stand at ``sites``. ``uneven``: a node came
     that offers places, and may get ps of others. ``mirrors``: the last mirror id used. ``ready``: mirrors that have

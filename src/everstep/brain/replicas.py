@@ -1,4 +1,4 @@
-"""Checkpoints of mode allreduce: the training state of one member, which is that of all, at one mark.
+"""Handles checkpoints of mode allreduce: the training state of one member, which is that of all, at one mark.
 
 The leader (rank 0) writes it while training goes on; it says so once everybody has committed the steps before the mark.
 Here it gets its place in the data, and a job that goes on from it begins there: what was trained after it is trained
@@ -25,7 +25,7 @@ Inputs = dict[str, str | int | float | bool]
 
 
 def cursors_at(groups: Groups, mark: Mark) -> dict[int, tuple[int, int]]:
-    """(epoch, position) of each dataset at ``mark``, which is not beyond what is committed."""
+    """Return (epoch, position) of each dataset at ``mark``, which is not beyond what is committed."""
     out = {stint.dataset: stint.end for stint in groups.history.stints if stint.first < mark.step}
     if mark.step:
         out[mark.dataset] = (mark.epoch, mark.position)
@@ -133,7 +133,7 @@ def resume_replica(
 
 
 def replica_words(spec: JobSpec) -> str:
-    """What a checkpoint of a group has, for people."""
+    """Return what a checkpoint of a group has, for people."""
     return "the state of rank 0" + (", then every page" if spec.ps else "")
 
 
@@ -149,7 +149,8 @@ def why_save(event: object, out: Sequence[InstructionType], job: JobState) -> Ch
 def save_in_time(
     checkpoints: Checkpoints, job: JobState, groups: Groups, reason: CheckpointReason, at: float, more: bool = False
 ) -> list[InstructionType]:
-    """A checkpoint, if there is anything that is in none yet. ``more``: there are steps that were not told yet."""
+    """Order a checkpoint, if there is anything that is in none yet. ``more``: there are steps that were not told
+    yet."""
     if job.over or not has_checkpoints(job.spec) or groups.group is None:
         return []
     begun = replica_start(checkpoints)[0].step

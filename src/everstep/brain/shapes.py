@@ -1,4 +1,4 @@
-"""Which fields the structs within instructions have: what a digest of the journal stands for.
+"""Says which fields the structs within instructions have: what a digest of the journal stands for.
 
 The digest of an entry is one of all fields of its instructions. A struct that gets a field would make every digest of
 before wrong, so a journal keeps the shapes by which its master wrote: an instruction is compared without what came
@@ -32,7 +32,7 @@ _NAMES_BEFORE: Final = {
 
 @cache
 def shapes_now() -> Shapes:
-    """Of every struct that an instruction may hold, in this release."""
+    """Return the fields of every struct that an instruction may hold, in this release."""
     found: dict[str, tuple[str, ...]] = {}
     todo: list[Any] = [inspect.type_info(InstructionType)]
     while todo:
@@ -52,7 +52,7 @@ def shapes_now() -> Shapes:
 
 
 def in_shape(value: Any, shapes: Shapes) -> Any:
-    """``value`` as plain values, its structs with the fields of then."""
+    """Return ``value`` as plain values, its structs with the fields of then."""
     match value:
         case msgspec.Struct():
             config = value.__struct_config__

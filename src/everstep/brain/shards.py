@@ -1,4 +1,4 @@
-"""Shards of all datasets and epochs: TODO -> DOING -> DONE -> RELEASED, and back to the head of TODO.
+"""Holds shards of all datasets and epochs: TODO -> DOING -> DONE -> RELEASED, and back to the head of TODO.
 
 DONE: every partition has it in memory. RELEASED: the durable tier of the job has it too (see brain/checkpoints.py), so
 it never comes back. A done shard may come back: when a partition had to fall back to an older snapshot,
@@ -25,12 +25,12 @@ RELEASED_REMEMBERED = 256  # said again to a ps that re-joins; a release lost fo
 
 
 def lease_words(no: int) -> str:
-    """``2.7``: the 7th lease of master 2."""
+    """Return ``2.7``: the 7th lease of master 2."""
     return f"{no >> LEASE_COUNTER_BITS}.{no & ((1 << LEASE_COUNTER_BITS) - 1)}"
 
 
 class HeldLease(msgspec.Struct, array_like=True):
-    """A current lease: shard, number, whose."""
+    """Is a current lease: shard, number, whose."""
 
     no: LeaseNo
     shard: ShardKey
@@ -49,7 +49,7 @@ class HeldLease(msgspec.Struct, array_like=True):
 
 
 class FinishedShard(msgspec.Struct, array_like=True):
-    """A shard that is done and not released: samples that count, when, under which lease."""
+    """Is a shard that is done and not released: samples that count, when, under which lease."""
 
     samples: int
     at: float = 0.0
@@ -81,7 +81,7 @@ class Epoch(msgspec.Struct):
 
 
 class Loop(msgspec.Struct, array_like=True):
-    """A loop of the script (its number, from 1), which is over epochs ``[begin, until)`` of a dataset."""
+    """Is a loop of the script (its number, from 1), which is over epochs ``[begin, until)`` of a dataset."""
 
     number: int
     begin: int
@@ -89,10 +89,10 @@ class Loop(msgspec.Struct, array_like=True):
 
 
 class Dataset(msgspec.Struct):
-    """``epochs_known``: the largest number asked for. ``reopened``: epochs behind the newest one that have work again,
-    ascending. ``loops``: that workers said are over it, ascending, no epoch in two of them. ``told``: epochs below were
-    told to be at their end; ``sent_back``: how often workers began anew for what came back of them, in a row without
-    that any of it was done."""
+    """Holds the epochs of a dataset. ``epochs_known``: the largest number asked for. ``reopened``: epochs behind the
+    newest one that have work again, ascending. ``loops``: that workers said are over it, ascending, no epoch in two of
+    them. ``told``: epochs below were told to be at their end; ``sent_back``: how often workers began anew for what came
+    back of them, in a row without that any of it was done."""
 
     number: int
     plan: ShardSchedule
@@ -105,12 +105,12 @@ class Dataset(msgspec.Struct):
 
     @property
     def newest(self) -> int:
-        """The last epoch if it has work left, else the one behind it, which has not begun."""
+        """Return the last epoch if it has work left, else the one behind it, which has not begun."""
         return len(self.epochs) - 1 if self.epochs and not self.epochs[-1].finished else len(self.epochs)
 
     @property
     def current(self) -> int:
-        """The first epoch that is not finished."""
+        """Return the first epoch that is not finished."""
         return self.reopened[0] if self.reopened else self.newest
 
     def has_work(self, number: int) -> bool:
@@ -123,38 +123,39 @@ class Dataset(msgspec.Struct):
             self.loops.append(Loop(loop, begin, until))
 
     def loop_of(self, epoch: int) -> int:
-        """The loop that asked for this epoch and trained all of it; 0: it is not known, or the script has left it."""
+        """Return the loop that asked for this epoch and trained all of it; 0: it is not known, or the script has left
+        it."""
         if epoch >= self.told:
             return 0
         at = bisect_right(self.loops, epoch, key=lambda loop: loop.begin) - 1
         return self.loops[at].number if at >= 0 and epoch < self.loops[at].until else 0
 
     def epoch(self, number: int) -> Epoch:
-        """An epoch that has work, begun if need be."""
+        """Return an epoch that has work, begun if need be."""
         if number == len(self.epochs):
             self.epochs.append(Epoch(number, self.plan.shards, bytearray()))
         return self.epochs[number]
 
     def open_epoch(self) -> Epoch:
-        """The current epoch, begun if need be."""
+        """Return the current epoch, begun if need be."""
         return self.epoch(self.current)
 
     def open_epochs(self, until_epoch: int) -> Iterator[Epoch]:
-        """Epochs below ``until_epoch`` that have work. One that has not begun waits for all before it."""
+        """Yield epochs below ``until_epoch`` that have work. One that has not begun waits for all before it."""
         for number in (*self.reopened, self.newest):
             if number >= until_epoch or (self.reopened and number == len(self.epochs)):
                 return
             yield self.epoch(number)
 
     def settle(self, epoch: Epoch) -> bool:
-        """Whether the epoch is finished; if so, it is no longer one of the reopened."""
+        """Return whether the epoch is finished; if so, it is no longer one of the reopened."""
         if epoch.finished and epoch.number in self.reopened:
             self.reopened.remove(epoch.number)
         return epoch.finished
 
 
 class ShardRecords(msgspec.Struct):
-    """What is known of shards, and what follows from it.
+    """Holds what is known of shards, and what follows from it.
 
     ``taken_back``: the last lease of each shard that waits at the head of TODO. ``carried``: of those, given back by
     a worker that had taken their samples into a later loop, for a step of that one. ``kills``: workers lost in a row
@@ -179,7 +180,7 @@ class ShardRecords(msgspec.Struct):
 
     @property
     def all_out(self) -> bool:
-        """Whether no shard is left to hand out, in any epoch that somebody has asked for."""
+        """Return whether no shard is left to hand out, in any epoch that somebody has asked for."""
         return all(len(d.epochs) >= d.epochs_known and not any(epoch.todo for epoch in d.epochs) for d in self.datasets)
 
     def epoch_of(self, key: ShardKey) -> Epoch | None:
@@ -199,7 +200,7 @@ class ShardRecords(msgspec.Struct):
         return ShardState(epoch.state[index])
 
     def name(self, key: ShardKey) -> str:
-        """``train e0 #12``."""
+        """Return ``train e0 #12``."""
         number, epoch, index = split_key(key)
         name = self.datasets[number].plan.name if number < len(self.datasets) else f"dataset {number}"
         return f"{name} e{epoch} #{index}"
@@ -218,7 +219,7 @@ class ShardRecords(msgspec.Struct):
         )
 
     def over(self, dataset: Dataset, until_epoch: int) -> bool:
-        """Whether nothing is left to compute in the epochs below ``until_epoch``."""
+        """Return whether nothing is left to compute in the epochs below ``until_epoch``."""
         if dataset.current >= until_epoch:
             return True
         below = dataset.epochs[:until_epoch]
@@ -241,7 +242,8 @@ class ShardRecords(msgspec.Struct):
         return lease.no > self.taken_back.get(lease.shard, 0)
 
     def lacking(self, snapshots: Sequence[PartitionSnapshot]) -> dict[ShardKey, int]:
-        """Done shards that some of these snapshots do not cover: how many of their positions the worst one lacks."""
+        """Return done shards that some of these snapshots do not cover: how many of their positions the worst one
+        lacks."""
         lacking: dict[ShardKey, int] = {}
         marks = [dict(snapshot.watermarks) for snapshot in snapshots]
         for key in self.releasing:
@@ -327,7 +329,7 @@ class Shards(ShardRecords):
         return index
 
     def next_carried(self, dataset: Dataset, epoch: Epoch) -> int | None:
-        """As ``next_index``, of those that a later loop may have, too."""
+        """Do as ``next_index``, of those that a later loop may have, too."""
         for index in epoch.returned if self.carried else ():
             if shard_key(dataset.number, epoch.number, index) in self.carried:
                 epoch.returned.remove(index)
@@ -337,7 +339,7 @@ class Shards(ShardRecords):
     def grant(
         self, dataset: Dataset, epoch: Epoch, index: int, no: LeaseNo, worker: Slot, incarnation: Incarnation, ask: int
     ) -> HeldLease:
-        """TODO -> DOING."""
+        """Move a shard from TODO to DOING."""
         key = shard_key(dataset.number, epoch.number, index)
         start, stop = dataset.plan.bounds(index)
         held = HeldLease(no, key, worker, incarnation, start, stop, dataset.number, ask)
@@ -349,7 +351,7 @@ class Shards(ShardRecords):
         return held
 
     def take_back(self, key: ShardKey, position: int = -1) -> HeldLease:
-        """DOING -> head of TODO, at ``position`` of those waiting there (-1: behind them)."""
+        """Move a shard from DOING to the head of TODO, at ``position`` of those waiting there (-1: behind them)."""
         held = self.leases.pop(key)
         epoch = self.epoch_of(key)
         assert epoch is not None
@@ -378,7 +380,7 @@ class Shards(ShardRecords):
         return self.grant(dataset, epoch, index, lease.no, worker, incarnation, -1)
 
     def done(self, key: ShardKey, skipped: int, at: float = 0.0) -> bool:
-        """DOING -> DONE; queued for release. Returns whether the epoch is finished with it."""
+        """Move a shard from DOING to DONE; it is queued for release. Returns whether the epoch is finished with it."""
         held = self.leases.pop(key)
         epoch = self.epoch_of(key)
         assert epoch is not None
@@ -398,7 +400,7 @@ class Shards(ShardRecords):
         return self.datasets[held.dataset].settle(epoch)
 
     def quarantine(self, key: ShardKey, reason: str) -> bool:
-        """TODO -> set aside for good. Returns whether the epoch is finished with it."""
+        """Set a shard in TODO aside for good. Returns whether the epoch is finished with it."""
         epoch = self.epoch_of(key)
         assert epoch is not None
         index = split_key(key)[2]
@@ -423,14 +425,14 @@ class Shards(ShardRecords):
         return count
 
     def release_due(self, at_least: int) -> tuple[ShardKey, ...]:
-        """DONE -> RELEASED, of all that wait if they are ``at_least`` so many: for a job whose durable tier is the
-        memory of its ps, where a shard is releasable as soon as it is done."""
+        """Move shards from DONE to RELEASED, all that wait if they are ``at_least`` so many: for a job whose durable
+        tier is the memory of its ps, where a shard is releasable as soon as it is done."""
         if len(self.releasing) < max(1, at_least):
             return ()
         return self.release(tuple(self.releasing))
 
     def release(self, keys: Iterable[ShardKey]) -> tuple[ShardKey, ...]:
-        """DONE -> RELEASED. A finished epoch's books are dropped with its last release."""
+        """Move shards from DONE to RELEASED. A finished epoch's books are dropped with its last release."""
         released = tuple(key for key in keys if self.releasing.pop(key, None) is not None)
         touched: dict[tuple[int, int], Epoch] = {}
         for key in released:
@@ -489,7 +491,7 @@ class Shards(ShardRecords):
         return epoch.finished
 
     def fall_back(self, number: int, epoch_number: int, position: int, skipped: Mapping[int, int]) -> None:
-        """Of this dataset only what is below ``position`` of an epoch is done; the opposite of :meth:`reach`.
+        """Forget of this dataset what is done from ``position`` of an epoch on; the opposite of :meth:`reach`.
         ``skipped``: samples below it that do not count, by epoch."""
         dataset = self.datasets[number]
         epochs = dataset.epochs[: epoch_number + 1]
@@ -509,8 +511,8 @@ class Shards(ShardRecords):
     # ------------------------------------------------------------ snapshots
 
     def positions(self, snapshots: Sequence[PartitionSnapshot]) -> tuple[DatasetPosition, ...]:
-        """Which shards all of ``snapshots`` have: the released ones, and the done ones up to whose end every watermark
-        is. ``snapshots``: of every partition, each taken after the last release."""
+        """Return which shards all of ``snapshots`` have: the released ones, and the done ones up to whose end every
+        watermark is. ``snapshots``: of every partition, each taken after the last release."""
         lacking = self.lacking(snapshots)
         return tuple(self._position(dataset, lacking) for dataset in self.datasets)
 
@@ -581,7 +583,7 @@ class Shards(ShardRecords):
 
 
 def _ranges(epoch: Epoch, without: set[int]) -> tuple[tuple[int, int], ...]:
-    """Done and released shards of an epoch but those in ``without``, as ranges [lo, hi)."""
+    """Return done and released shards of an epoch but those in ``without``, as ranges [lo, hi)."""
     if epoch.finished and not epoch.state:
         done = [i not in epoch.quarantined for i in range(epoch.shards)]
     else:

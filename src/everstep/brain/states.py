@@ -106,7 +106,7 @@ JOB_TRANSITIONS: Final[Mapping[JobStage, Mapping[JobStage, str]]] = {
 
 
 def slot_state(record: SlotRecord) -> SlotState:
-    """The state of a slot that a process has filled."""
+    """Return the state of a slot that a process has filled."""
     if record.running:
         return S.LEAVING if record.stopping else S(record.member.state.value)
     if record.waiting:
@@ -117,7 +117,7 @@ def slot_state(record: SlotRecord) -> SlotState:
 
 
 def group_state(brain: Brain) -> GroupState:
-    """The state of the group of a job."""
+    """Return the state of the group of a job."""
     books, facts = brain.state.groups, brain.groups
     if books.group is None:
         return G.NONE
@@ -141,7 +141,7 @@ class StateCheck:
         self._group: GroupState | None = None
 
     def look(self, brain: Brain, what: object = "") -> None:
-        """``what``: the fact that was handled, for the message."""
+        """Check the transition. ``what``: the fact that was handled, for the message."""
         before = self._slots
         self._slots = {
             (s.member.role, s.member.slot): (s.member.incarnation, slot_state(s)) for s in brain.members.all()
@@ -160,7 +160,7 @@ class StateCheck:
 
 
 def diagram(table: Table, first: Mapping[Any, str]) -> str:
-    """A table as a Mermaid state diagram."""
+    """Return a table as a Mermaid state diagram."""
     lines = ["stateDiagram-v2"]
     lines += [f"    [*] --> {state.value}: {label}" for state, label in first.items()]
     for state, moves in table.items():

@@ -1,4 +1,5 @@
-"""``brain.pacing`` between brain and workers: their places in, turns out. Consistency sync and bounded. Pure."""
+"""Carries words between ``brain.pacing`` and workers: their places in, turns out. Consistency sync and bounded.
+Pure."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from everstep.model.turn import Turn, WorkerClock
 
 
 class PaceKeeper:
-    """``order(slot, turn)``: to a worker, if it is connected; who is not hears of it when it tells its place again.
-    ``pacing``: None in async, where nobody waits for anybody."""
+    """Tells workers whose turn it is. ``order(slot, turn)``: to a worker, if it is connected; who is not hears of it
+    when it tells its place again. ``pacing``: None in async, where nobody waits for anybody."""
 
     def __init__(
         self,

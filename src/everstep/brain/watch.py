@@ -1,4 +1,4 @@
-"""Who is silent, and which lease makes no progress: soft state from heartbeats, never journaled.
+"""Notices who is silent, and which lease makes no progress: soft state from heartbeats, never journaled.
 
 The watch turns time into events (``MemberSilent``, ``MemberHeard``, ``NodeLost``, ``NodeHeard``, ``LeaseExpired``);
 only these events change the brain. Pure: every call is told the time. Five cautions keep it from killing the living:
@@ -62,12 +62,12 @@ class _Ear(msgspec.Struct):
 
     @property
     def alive_at(self) -> float:
-        """When anybody last had a sign of life of the process."""
+        """Return when anybody last had a sign of life of the process."""
         return max(self.at, self.vouched)
 
 
 class Idle(msgspec.Struct, frozen=True):
-    """A worker whose script makes no progress."""
+    """Is a worker whose script makes no progress."""
 
     key: MemberKey
     incarnation: Incarnation
@@ -77,8 +77,8 @@ class Idle(msgspec.Struct, frozen=True):
 
 
 class _Progress(msgspec.Struct):
-    """What is known of a lease. ``at``: of its last progress; ``named``: when it began, or its worker last told of
-    it."""
+    """Holds what is known of a lease. ``at``: of its last progress; ``named``: when it began, or its worker last told
+    of it."""
 
     shard: ShardKey
     position: int
@@ -87,7 +87,8 @@ class _Progress(msgspec.Struct):
 
 
 class HeartbeatWatch:
-    """``heard`` and ``node_heard`` with every heartbeat, ``look`` after the brain changed, ``tick`` at 4 Hz."""
+    """Watches heartbeats: ``heard`` and ``node_heard`` with every heartbeat, ``look`` after the brain changed, ``tick``
+    at 4 Hz."""
 
     __slots__ = ("_leases", "_members", "_nodes", "_quiet", "_spoke", "_ticked", "progress_s", "spec")
 
@@ -114,8 +115,8 @@ class HeartbeatWatch:
         progress: tuple[tuple[LeaseNo, int], ...] = (),
         node: NodeId | None = None,
     ) -> list[MemberHeard]:
-        """A sign of life at time ``at``; ``progress``: next position by lease. Returns word of a suspect's return, for
-        the brain to hear before the next ``look``."""
+        """Take a sign of life at time ``at``; ``progress``: next position by lease. Returns word of a suspect's return,
+        for the brain to hear before the next ``look``."""
         ear = self._members.get(key)
         out: list[MemberHeard] = []
         if ear is None or incarnation > ear.incarnation:
@@ -168,7 +169,7 @@ class HeartbeatWatch:
         return []
 
     def idle(self, at: float) -> list[Idle]:
-        """Workers whose script has made no progress for half of what it may take."""
+        """Return workers whose script has made no progress for half of what it may take."""
         limit_s = self.progress_s
         if not limit_s:
             return []
@@ -202,8 +203,8 @@ class HeartbeatWatch:
         self._leases.pop(no, None)
 
     def excuse(self, no: LeaseNo, at: float) -> None:
-        """It makes no progress because its worker has to wait for others. One that its worker does not tell of is not
-        excused: the answer that granted it was lost, and nobody would ever take it up."""
+        """Excuse a lease that makes no progress because its worker has to wait for others. One that its worker does not
+        tell of is not excused: the answer that granted it was lost, and nobody would ever take it up."""
         known = self._leases.get(no)
         if known is not None and at - known.named < self.spec.lease_s:
             known.at = max(known.at, at)
@@ -214,14 +215,14 @@ class HeartbeatWatch:
             ear.moved = max(ear.moved, at)
 
     def position(self, no: LeaseNo, default: int) -> int:
-        """The last position that its worker told of a lease."""
+        """Return the last position that its worker told of a lease."""
         known = self._leases.get(no)
         return known.position if known is not None else default
 
     def stalled(self, brain: Brain, at: float) -> tuple[Slot, ...]:
-        """Workers that a stalled group need not wait for: no sign of life for ``STALL_S``, neither their own nor their
-        agent's word; where there is one, also those that missed two beats: what took it (a node, a switch) may have
-        taken them. Never by our own fault: not after a pause of ours."""
+        """Return workers that a stalled group need not wait for: no sign of life for ``STALL_S``, neither their own nor
+        their agent's word; where there is one, also those that missed two beats: what took it (a node, a switch) may
+        have taken them. Never by our own fault: not after a pause of ours."""
         if self._ticked is None or at - self._ticked > PAUSE_S:
             return ()
         silent_s: dict[Slot, float] = {}
@@ -281,7 +282,7 @@ class HeartbeatWatch:
     # ------------------------------------------------------------ time
 
     def tick(self, at: float) -> list[WatchEvent]:
-        """What the silence up to ``at`` means. Each thing is said once."""
+        """Return what the silence up to ``at`` means. Each thing is said once."""
         last, self._ticked = self._ticked, at
         if last is None or not 0 <= at - last <= PAUSE_S:  # the first one: we may have been stopped before it
             self._forgive(at)

@@ -1,4 +1,4 @@
-"""The machines of ``everstep run --capacity``: the source, the agents, and the journal's word of them."""
+"""Runs the machines of ``everstep run --capacity``: the source, the agents, and the journal's word of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``everstep cost``: what a run has spent, what on-demand machines would have cost, and what one sample cost."""
+"""Runs ``everstep cost``: what a run has spent, what on-demand machines would have cost, and what one sample cost."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _ROLES = ("master", "ps", "worker", "nobody")
 
 
 class CostReport(msgspec.Struct, frozen=True):
-    """``clock``: "recorded" where a recorded cloud was played, else "passed". ``length_s``: of the job on that clock.
-    ``goodput``: as ``docs/cost.md`` defines it; None: no worker had a place."""
+    """Holds what a run cost. ``clock``: "recorded" where a recorded cloud was played, else "passed". ``length_s``: of
+    the job on that clock. ``goodput``: as ``docs/cost.md`` defines it; None: no worker had a place."""
 
     run_dir: str
     over: bool
@@ -42,17 +42,17 @@ class CostReport(msgspec.Struct, frozen=True):
 
     @property
     def per_sample(self) -> float | None:
-        """USD; None: a price is not known, or nothing was trained."""
+        """Return USD; None: a price is not known, or nothing was trained."""
         return self.costs.spent.usd / self.samples if self.samples and self.costs.spent.complete else None
 
     @property
     def same_work(self) -> float | None:
-        """What on-demand machines would have cost for the same work."""
+        """Return what on-demand machines would have cost for the same work."""
         full = self.costs.on_demand
         return full.usd * self.goodput if full.complete and self.goodput is not None else None
 
     def as_dict(self) -> dict[str, Any]:
-        """For programs: what is not known is null."""
+        """Return all for programs: what is not known is null."""
         costs = self.costs
         return {
             "run_dir": self.run_dir,
@@ -137,7 +137,7 @@ def report_of(
     at: float | None = None,
     kind: tuple[str, str] | None = None,
 ) -> CostReport:
-    """As ``cost_of``, of a journal that was read."""
+    """Do as ``cost_of``, of a journal that was read."""
     clock = found.clock()
     machines = found.machines(clock)
     if kind is not None:  # (what a source said of its price is of another kind)
@@ -157,7 +157,7 @@ def report_of(
 
 
 def cost_lines(report: CostReport) -> list[str]:
-    """For people."""
+    """Return the lines for people."""
     costs, spent = report.costs, report.costs.spent
     state = "" if report.over else ", which is not over"
     lines = [f"cost of {report.run_dir}{state}"]

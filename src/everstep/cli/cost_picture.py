@@ -1,4 +1,4 @@
-"""The picture of ``everstep cost --out``: machines and money over time, as SVG."""
+"""Draws the picture of ``everstep cost --out``: machines and money over time, as SVG."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _machines(machines: Sequence[MachineSpan], length_s: float) -> list[str]:
 
 
 def _steps(machines: Sequence[MachineSpan], length_s: float) -> list[tuple[float, int]]:
-    """(time, how many from then on), ending with the end."""
+    """Return (time, how many from then on), ending with the end."""
     if not machines:
         return []
     changes = sorted([*((m.begin, 1) for m in machines), *((m.end, -1) for m in machines)])

@@ -145,7 +145,7 @@ def untouched() -> Iterator[None]:
 
 
 class Drawing:
-    """Calls that may draw random numbers, each in streams of its own seed.
+    """Wraps calls that may draw random numbers, each in streams of its own seed.
 
     Seeding costs more than reading most samples. So a stream is seeded only from the first draw on: calls are made
     together first, and again, seeded, if one of them has drawn from a stream that is not seeded yet."""

@@ -1,4 +1,4 @@
-"""The idle slot of a training step: how much work on the side a step may bear. Pure: no clock, no thread.
+"""Is the idle slot of a training step: how much work on the side a step may bear. Pure: no clock, no thread.
 
 Training offers a budget with each step (or with each bubble of a pipeline). Work that can be cut into pieces claims
 bytes of it, does them, and says what they cost. So checkpoints and transfers slow each step a little, instead of one
@@ -18,7 +18,7 @@ _NEWEST = 0.25  # weight of the newest piece in the seconds of a byte
 
 
 class Budget(msgspec.Struct, frozen=True):
-    """What one slot may cost: so many bytes and so many seconds, whichever end first; infinite: no limit."""
+    """Is what one slot may cost: so many bytes and so many seconds, whichever end first; infinite: no limit."""
 
     bytes: float = math.inf
     seconds: float = math.inf
@@ -29,14 +29,14 @@ class DividedWork(Protocol):
 
     @property
     def left_bytes(self) -> int:
-        """What is still to do; 0: it is done."""
+        """Return what is still to do; 0: it is done."""
 
     def advance(self, limit_bytes: int) -> int:
         """Do the next piece, of at most so many bytes if it can be cut so. Return how many were done (at least 1)."""
 
 
 class IdleSlot:
-    """A budget that is offered anew with each step. What was not used of an offer lapses: an idle moment cannot be
+    """Is a budget that is offered anew with each step. What was not used of an offer lapses: an idle moment cannot be
     saved. What was used beyond it (a piece cannot be cut at will) is taken off the next offers."""
 
     def __init__(self) -> None:
@@ -56,8 +56,8 @@ class IdleSlot:
         self._seconds = min(self._seconds, 0.0) + budget.seconds
 
     def claim(self, wanted: int, least: int = 1) -> int:
-        """How many bytes may be done now, of ``wanted``; 0: wait for the next offer. Never less than ``least``, where
-        anything is left of the budget."""
+        """Return how many bytes may be done now, of ``wanted``; 0: wait for the next offer. Never less than ``least``,
+        where anything is left of the budget."""
         if self.unlimited:
             return wanted
         if self._bytes <= 0 or self._seconds <= 0:

@@ -146,7 +146,7 @@ class ShardsView(msgspec.Struct, frozen=True):
 
 
 class PlacementView(msgspec.Struct, frozen=True):
-    """Shows which ps owns which partition.
+    """Tells which ps owns which partition.
 
     - ``version``: of the map; 0: there is none yet [number]
     - ``partitions``: of the job [partitions]

@@ -42,7 +42,7 @@ def epoch_key(key: ShardKey) -> int:
 
 
 def lease_no(master_incarnation: int, counter: int) -> LeaseNo:
-    """Number a lease so that every later one is larger, also across master restarts."""
+    """Return a lease's number, so made that every later one is larger, also across master restarts."""
     return LeaseNo(master_incarnation << LEASE_COUNTER_BITS | counter)
 
 

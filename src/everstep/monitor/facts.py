@@ -57,7 +57,7 @@ class JobFacts:
         return f"<facts {len(self.plans)} plans, {len(self.grants)} leases, {len(self._said)} shards done>"
 
     def take(self, event: Event) -> None:
-        """Fold one event in."""
+        """Add one event to the facts."""
         out, fact, sender = self.brain.handle(event), event.fact, event.sender
         if isinstance(fact, PlanRegistered):
             for reply in out:
@@ -183,7 +183,7 @@ class JournalReader:
         self._db.close()
 
     def advance(self) -> None:
-        """Fold in every event journaled since the last call. Raises PlatformError on a journal that cannot be read,
+        """Add every event journaled since the last call. Raises PlatformError on a journal that cannot be read,
         ConfigError on one of a version that is not known."""
         try:
             check_version(self._db, self._path)

@@ -1,4 +1,4 @@
-"""What a run has used and what that costs. Pure.
+"""Works out what a run has used and what that costs. Pure.
 
 Times are seconds since the job began, on the clock that is paid by: that of a recorded cloud where one was played, else
 the clock of the master. ``docs/cost.md`` defines every number.
@@ -24,7 +24,7 @@ IDLE: Final = "nobody"
 
 
 class MachineSpan(NamedTuple):
-    """One machine for as long as it is paid. ``usd``: for an hour, as its source said; None: it did not.
+    """Is one machine for as long as it is paid. ``usd``: for an hour, as its source said; None: it did not.
     ``places``: workers that it takes."""
 
     node: NodeId
@@ -38,7 +38,7 @@ class MachineSpan(NamedTuple):
 
 
 class MemberSpan(NamedTuple):
-    """A member that ran on a node."""
+    """Is a member that ran on a node."""
 
     role: str
     node: NodeId
@@ -47,8 +47,8 @@ class MemberSpan(NamedTuple):
 
 
 class PlayedClock:
-    """From the master's clock to the one that is paid by. ``points``: (master's time, recorded time) that belong
-    together; beyond them ``speed`` recorded seconds pass in one. Without points the two clocks are one."""
+    """Converts from the master's clock to the one that is paid by. ``points``: (master's time, recorded time) that
+    belong together; beyond them ``speed`` recorded seconds pass in one. Without points the two clocks are one."""
 
     def __init__(self, began: float, points: Iterable[tuple[float, float]] = (), speed: float = 1.0) -> None:
         self._real: list[float] = []
@@ -84,14 +84,14 @@ class PlayedClock:
 
 
 class NodeSum(msgspec.Struct):
-    """Node-seconds, and what they cost. ``unknown_s``: seconds without a price; they are not in ``usd``."""
+    """Sums node-seconds, and what they cost. ``unknown_s``: seconds without a price; they are not in ``usd``."""
 
     seconds: float = 0.0
     usd: float = 0.0
     unknown_s: float = 0.0
 
     def add(self, seconds: float, usd: float | None) -> None:
-        """``usd``: for an hour; None: not known."""
+        """Add a stretch. ``usd``: for an hour; None: not known."""
         self.seconds += seconds
         if usd is None:
             self.unknown_s += seconds
@@ -100,14 +100,14 @@ class NodeSum(msgspec.Struct):
 
     @property
     def complete(self) -> bool:
-        """Whether every second has a price."""
+        """Return whether every second has a price."""
         return self.unknown_s <= 0
 
 
 class Costs(msgspec.Struct):
-    """``spent``: at the prices of the time. ``on_demand``: the same machines for the same time at on-demand prices.
-    ``roles``: spent for master, ps, workers and nobody; ``hours``: spent in each hour since the job began;
-    ``nodes``: spent by node. ``unknown``: what has no price, in words."""
+    """Holds all sums. ``spent``: at the prices of the time. ``on_demand``: the same machines for the same time at
+    on-demand prices. ``roles``: spent for master, ps, workers and nobody; ``hours``: spent in each hour since the job
+    began; ``nodes``: spent by node. ``unknown``: what has no price, in words."""
 
     spent: NodeSum
     on_demand: NodeSum
@@ -118,13 +118,15 @@ class Costs(msgspec.Struct):
 
     @property
     def price_part(self) -> float | None:
-        """Spent over the same time on demand; None: a price is not known, or nothing would have been paid."""
+        """Return what was spent over the same time on demand; None: a price is not known, or nothing would have been
+        paid."""
         if not (self.spent.complete and self.on_demand.complete) or self.on_demand.usd <= 0:
             return None
         return self.spent.usd / self.on_demand.usd
 
     def saved(self, goodput: float | None) -> float | None:
-        """The share that was saved against on-demand machines which do the same work: 1 - price part / goodput part."""
+        """Return the share that was saved against on-demand machines which do the same work: 1 - price part / goodput
+        part."""
         if self.price_part is None or not goodput:
             return None
         return 1 - self.price_part / goodput
@@ -168,7 +170,7 @@ def _words(machine: MachineSpan) -> str:
 
 
 def _pieces(machine: MachineSpan, members: Sequence[MemberSpan], book: PriceBook, at: float) -> Iterator[_Piece]:
-    """A machine's time, cut where a price or a member changes, and at full hours."""
+    """Yield a machine's time, cut where a price or a member changes, and at full hours."""
     begin, end = machine.begin, machine.end
     if end <= begin:
         return

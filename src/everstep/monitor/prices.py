@@ -1,4 +1,4 @@
-"""What machines cost: a book of prices by class, zone and market over time. Pure.
+"""Says what machines cost: a book of prices by class, zone and market over time. Pure.
 
 A file of prices is CSV with a header, or JSON with a list of objects. Its columns:
 
@@ -35,7 +35,8 @@ class PriceError(UserError):
 
 
 class PriceRow(NamedTuple):
-    """``at``: from when it holds, seconds since 1970; minus infinity: always. ``usd``: for an hour."""
+    """Is a price from a moment on. ``at``: from when it holds, seconds since 1970; minus infinity: always. ``usd``: for
+    an hour."""
 
     hardware: str
     zone: str
@@ -45,7 +46,7 @@ class PriceRow(NamedTuple):
 
 
 class PriceSpan(NamedTuple):
-    """One price from ``begin`` to ``end``, seconds since 1970. ``usd``: for an hour; None: not known."""
+    """Is one price from ``begin`` to ``end``, seconds since 1970. ``usd``: for an hour; None: not known."""
 
     begin: float
     end: float
@@ -53,10 +54,10 @@ class PriceSpan(NamedTuple):
 
 
 class PriceBook:
-    """Prices by class, zone and market. A price without a zone holds where the zone has none of its own."""
+    """Holds prices by class, zone and market. A price without a zone holds where the zone has none of its own."""
 
     def __init__(self, rows: Iterable[PriceRow] = ()) -> None:
-        """Rows of one class, zone and market in order of time. Raise PriceError if they are not."""
+        """Take the rows of one class, zone and market in order of time. Raise PriceError if they are not."""
         self._times: dict[tuple[str, str, Market], list[float]] = {}
         self._usd: dict[tuple[str, str, Market], list[float]] = {}
         for row in rows:
@@ -67,7 +68,7 @@ class PriceBook:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Classes of machines that have prices."""
+        """Return classes of machines that have prices."""
         return tuple(sorted({hardware for hardware, _, _ in self._times}))
 
     def add(self, row: PriceRow) -> None:

@@ -15,7 +15,7 @@ logger = logging.getLogger("everstep.monitor")
 
 
 class RotatedFile:
-    """Holds at most ``2 * max_bytes`` on disk. A full disk costs lines, never the job."""
+    """Keeps at most ``2 * max_bytes`` on disk. A full disk costs lines, never the job."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         self._path, self._max = path, max_bytes

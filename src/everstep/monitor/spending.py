@@ -1,4 +1,4 @@
-"""What the journal says about machines, members and work that counted: from it alone, for every run."""
+"""Reads what the journal says about machines, members and work that counted: from it alone, for every run."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class _UsefulWork(NamedTuple):
 
 
 class Spending:
-    """The fold of a journal. Call ``take`` with every event, then ``close``."""
+    """Is the fold of a journal. Call ``take`` with every event, then ``close``."""
 
     def __init__(self) -> None:
         self.brain = Brain()
@@ -72,7 +72,7 @@ class Spending:
         return f"<spending of {len(self._machines)} machines>"
 
     def take(self, event: Event) -> None:
-        """Fold one event in. Raise nothing that the brain does not raise."""
+        """Add one event. Raise nothing that the brain does not raise."""
         over = self.brain.job.over
         out = self.brain.handle(event)
         fact, sender, at = event.fact, event.sender, event.at
@@ -113,7 +113,7 @@ class Spending:
             self._look_at_members(at)
 
     def close(self) -> None:
-        """All that is open ends with the job, or with the last event of one that is not over."""
+        """End all that is open, which ends with the job, or with the last event of one that is not over."""
         for node in list(self._open):
             self._gone(node, self.ended)
         for (role, _, _), (node, since) in self._running.items():
@@ -184,7 +184,7 @@ class Spending:
 
     @property
     def played(self) -> bool:
-        """Whether a recorded cloud was played."""
+        """Return whether a recorded cloud was played."""
         return bool(self._points)
 
     def machines(self, clock: PlayedClock | None = None) -> list[MachineSpan]:

@@ -1,1 +1,1 @@
-"""Where processes come from."""
+"""Says where processes come from."""

@@ -1,4 +1,4 @@
-"""Agents of further machines: as processes of this machine, or on machines that start them by themselves."""
+"""Starts agents of further machines: as processes of this machine, or on machines that start them by themselves."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KILL_S = 5.0
 
 
 class AgentEnded(NamedTuple):
-    """``status``: exit code, or minus the signal's number."""
+    """Says that an agent has ended. ``status``: exit code, or minus the signal's number."""
 
     node: NodeId
     status: int
@@ -30,7 +30,8 @@ class AgentEnded(NamedTuple):
 
 
 class LocalAgents:
-    """``everstep agent --join`` as processes of this machine, each with a run directory of its own below the job's.
+    """Runs ``everstep agent --join`` as processes of this machine, each with a run directory of its own below the
+    job's.
 
     Call it from one thread, which lives as long as the agents shall: the kernel ends them with it."""
 
@@ -117,7 +118,8 @@ def _kill(process: LocalProcess) -> None:
 
 
 class AgentsElsewhere:
-    """Machines that start their agents by themselves. ``drain`` has the master empty a node within so many seconds."""
+    """Stands for machines that start their agents by themselves. ``drain`` has the master empty a node within so many
+    seconds."""
 
     def __init__(self, drain: Callable[[NodeId, float | None], None]) -> None:
         self._drain = drain

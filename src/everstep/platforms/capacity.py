@@ -1,4 +1,4 @@
-"""Ports: where machines come from (``Capacity``), and how agents are started on them (``AgentPlatform``).
+"""Defines ports: where machines come from (``Capacity``), and how agents are started on them (``AgentPlatform``).
 
 A source of machines tells what may be had, is asked for a number of machines, is given machines back, and tells what
 it has granted, warned of and taken back. ``everstep run`` holds the machine that it runs on through ``ThisMachine``,
@@ -16,7 +16,7 @@ from everstep.policies.node_selection import HOME_NODE
 
 
 class Capacity(Protocol):
-    """A source of machines. Every call may take some seconds, and raises PlatformError with one line."""
+    """Is a source of machines. Every call may take some seconds, and raises PlatformError with one line."""
 
     name: str
     every_s: float
@@ -44,14 +44,14 @@ class Capacity(Protocol):
 
 
 class EndedAgent(Protocol):
-    """An agent that has ended by itself."""
+    """Is an agent that has ended by itself."""
 
     @property
     def node(self) -> NodeId: ...
 
     @property
     def status(self) -> int:
-        """Exit code, or minus the signal's number."""
+        """Return the exit code, or minus the signal's number."""
         ...
 
     @property
@@ -59,7 +59,7 @@ class EndedAgent(Protocol):
 
 
 class AgentPlatform(Protocol):
-    """Starts and stops the agents of granted machines."""
+    """Is what starts and stops the agents of granted machines."""
 
     def start(self, grant: Grant, life: int) -> None:
         """Start the agent of a machine. ``life``: counts the machines of this name, from 0."""
@@ -105,7 +105,7 @@ class ThisMachine:
             self._news.append(Grant(HOME_NODE, self._offer))
 
     def release(self, node: NodeId) -> None:
-        """The machine of the job's master stays until the job is over."""
+        """Do nothing: the machine of the job's master stays until the job is over."""
 
     def watch(self) -> tuple[CapacityNews, ...]:
         news, self._news = tuple(self._news), []
@@ -140,7 +140,7 @@ class JoinedHosts:
             self._say(self._how)
 
     def release(self, node: NodeId) -> None:
-        """Whoever brought a host takes it away."""
+        """Do nothing: whoever brought a host takes it away."""
 
     def watch(self) -> tuple[CapacityNews, ...]:
         return ()

@@ -30,7 +30,7 @@ class MetadataPage(NamedTuple):
 
 
 class Metadata:
-    """A metadata service at ``base``, such as ``http://169.254.169.254``."""
+    """Is a metadata service at ``base``, such as ``http://169.254.169.254``."""
 
     def __init__(self, base: str) -> None:
         parts = urllib.parse.urlsplit(base)
@@ -41,7 +41,7 @@ class Metadata:
     def ask(
         self, path: str, headers: Mapping[str, str] = {}, method: str = "GET", timeout_s: float = _TIMEOUT_S
     ) -> MetadataPage:
-        """One request. Raises PlatformError where nothing, or nonsense, answers."""
+        """Make one request. Raises PlatformError where nothing, or nonsense, answers."""
         connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
         try:
             connection.request(method, path, headers=dict(headers))
@@ -58,11 +58,11 @@ class Metadata:
         return MetadataPage(answer.status, raw.decode("utf-8", "replace").strip(), etag)
 
     def wrong(self, path: str, page: MetadataPage) -> PlatformError:
-        """For an answer that says neither yes nor no."""
+        """Return the error for an answer that says neither yes nor no."""
         return PlatformError(f"{self._host}:{self._port}{path} answered {page.status} {page.text[:60]!r}")
 
     def object(self, path: str, page: MetadataPage) -> dict[str, Any]:
-        """The JSON object that the page is. Raises PlatformError."""
+        """Return the JSON object that the page is. Raises PlatformError."""
         try:
             found = _JSON.decode(page.text)
         except msgspec.DecodeError:
@@ -104,7 +104,8 @@ class _WithToken(Metadata):
 
 
 class Aws:
-    """Interruption of spot instances, two minutes ahead, and before it, perhaps, a recommendation to rebalance.
+    """Asks for the interruption of spot instances, two minutes ahead, and before it, perhaps, a recommendation to
+    rebalance.
 
     https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html (asks for a look every
     5 s), .../rebalance-recommendations.html, .../instancedata-data-retrieval.html (IMDSv2: tokens)."""
@@ -132,7 +133,7 @@ class Aws:
 
 
 class Gcp:
-    """Preemption, 30 s ahead, and host maintenance, 60 s ahead.
+    """Asks for preemption, 30 s ahead, and host maintenance, 60 s ahead.
 
     https://cloud.google.com/compute/docs/instances/create-use-preemptible#detecting_if_an_instance_was_preempted,
     .../docs/metadata/getting-live-migration-notice, .../docs/metadata/querying-metadata (ETag, wait_for_change)."""
@@ -173,8 +174,8 @@ class Gcp:
 
 
 class Azure:
-    """Scheduled Events of this virtual machine: Preempt (spot, at least 30 s ahead), Terminate, Redeploy, Reboot; a
-    Freeze is a pause of some seconds.
+    """Asks for Scheduled Events of this virtual machine: Preempt (spot, at least 30 s ahead), Terminate, Redeploy,
+    Reboot; a Freeze is a pause of some seconds.
 
     https://learn.microsoft.com/en-us/azure/virtual-machines/linux/scheduled-events (the first request may take two
     minutes; NotBefore is empty for an event that has begun), .../instance-metadata-service."""

@@ -57,12 +57,12 @@ _news_decoder = msgspec.json.Decoder(_NewsLine)
 
 
 class CommandCapacity:
-    """A source of machines behind a script. ``every_s``: how often it is asked for news."""
+    """Is a source of machines behind a script. ``every_s``: how often it is asked for news."""
 
     def __init__(
         self, words: str, env: Mapping[str, str] | None = None, every_s: float = 5.0, limit_s: float = LIMIT_S
     ) -> None:
-        """``env``: more variables for the script. Raise PlatformError if ``words`` are none."""
+        """Take ``env``: more variables for the script. Raise PlatformError if ``words`` are none."""
         self._argv = shlex.split(words)
         if not self._argv:
             raise PlatformError("capacity: the command has no words")
@@ -90,7 +90,7 @@ class CommandCapacity:
         self._ask("release", node)
 
     def watch(self) -> tuple[CapacityNews, ...]:
-        """Lines before a wrong one count; those behind it are told with the next call."""
+        """Return the news: lines before a wrong one count; those behind it are told with the next call."""
         self._rest = self._rest or self._ask("watch")
         out: list[CapacityNews] = []
         while self._rest:

@@ -1,4 +1,4 @@
-"""What is done about the machines of a job as they come and go. Pure: no clock, no processes."""
+"""Decides what is done about the machines of a job as they come and go. Pure: no clock, no processes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Remember(msgspec.Struct, frozen=True):
 
 
 class Complain(msgspec.Struct, frozen=True):
-    """A line for people."""
+    """Is a line for people."""
 
     text: str
 
@@ -61,8 +61,8 @@ FleetAction = StartAgent | WarnAgent | StopAgent | ReleaseMachine | Remember | C
 
 
 class HeldMachine(msgspec.Struct):
-    """``life``: of its newest agent. ``starts``: of its agents. ``quick``: ends in a row soon after the start.
-    ``warned``: it goes, and its agent need not come back."""
+    """Is a machine that is held. ``life``: of its newest agent. ``starts``: of its agents. ``quick``: ends in a row
+    soon after the start. ``warned``: it goes, and its agent need not come back."""
 
     grant: Grant
     life: int
@@ -72,7 +72,7 @@ class HeldMachine(msgspec.Struct):
 
 
 class Fleet:
-    """The machines that a job holds beside its first one."""
+    """Holds the machines that a job holds beside its first one."""
 
     def __init__(self) -> None:
         self._held: dict[NodeId, HeldMachine] = {}
@@ -83,7 +83,7 @@ class Fleet:
 
     @property
     def held(self) -> tuple[NodeId, ...]:
-        """Nodes that are held now, in the order in which they came."""
+        """Return nodes that are held now, in the order in which they came."""
         return tuple(self._held)
 
     def told(self, news: CapacityNews) -> list[FleetAction]:

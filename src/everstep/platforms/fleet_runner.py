@@ -27,8 +27,8 @@ _BACK_OFF_MAX_S = 60.0
 
 
 class FleetRunner:
-    """Runs from ``start`` to ``close``. ``ready()``: whether the master can be joined. ``remember`` has the journal say
-    what became of a machine; it may take long, and is called on a thread of its own. ``say``: a line for people."""
+    """Is run from ``start`` to ``close``. ``ready()``: whether the master can be joined. ``remember`` has the journal
+    say what became of a machine; it may take long, and is called on a thread of its own. ``say``: a line for people."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class FleetRunner:
                 self._complain(type(action).__name__, str(error))
 
     def _complain(self, about: str, text: str) -> None:
-        """Once for each kind of failure."""
+        """Complain once for each kind of failure."""
         if self._told.get(about) != text:
             self._told[about] = text
             self._say(f"capacity: {text}")

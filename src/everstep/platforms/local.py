@@ -1,4 +1,4 @@
-"""Processes of this machine: start them so that they can never outlive us, watch them by pidfd, end them whole.
+"""Runs processes of this machine: start them so that they can never outlive us, watch them by pidfd, end them whole.
 
 Every process leads a process group of its own: Ctrl-C in the terminal reaches only the agent, and what a process
 leaves behind (a helper that it started) ends with its group.
@@ -34,7 +34,8 @@ def die_with_parent(parent_pid: int, signo: int = signal.SIGKILL) -> None:
 
 
 def before_exec(parent_pid: int) -> Callable[[], None]:
-    """What a forked child does before exec: own process group, dies with its parent, signals as a new process."""
+    """Return what a forked child does before exec: own process group, dies with its parent, signals as a new
+    process."""
 
     def prepare() -> None:
         os.setpgid(0, 0)
@@ -46,7 +47,7 @@ def before_exec(parent_pid: int) -> Callable[[], None]:
 
 
 def send_signal(pidfd: int, signo: int) -> bool:
-    """False if the process is gone. By pidfd, so a reused pid is never hit."""
+    """Return False if the process is gone. By pidfd, so a reused pid is never hit."""
     try:
         signal.pidfd_send_signal(pidfd, signo)
     except ProcessLookupError:
@@ -55,7 +56,7 @@ def send_signal(pidfd: int, signo: int) -> bool:
 
 
 def ended(pidfd: int, timeout_s: float = 0.0) -> bool:
-    """Whether the process has ended, waiting up to ``timeout_s`` seconds."""
+    """Return whether the process has ended, waiting up to ``timeout_s`` seconds."""
     poller = select.poll()
     poller.register(pidfd, select.POLLIN)
     return bool(poller.poll(timeout_s * 1000))
@@ -68,7 +69,7 @@ def sweep_group(pid: int) -> None:
 
 
 class LocalProcess:
-    """A child of this process. ``fileno`` is readable once it has ended."""
+    """Is a child of this process. ``fileno`` is readable once it has ended."""
 
     def __init__(self, name: str, popen: subprocess.Popen[bytes]) -> None:
         self.name = name
@@ -87,7 +88,7 @@ class LocalProcess:
         return ended(self._pidfd, timeout_s)
 
     def reap(self) -> int | None:
-        """Exit code, or minus the signal's number; None while it runs. Ends the rest of its process group."""
+        """Return exit code, or minus the signal's number; None while it runs. Ends the rest of its process group."""
         if not ended(self._pidfd):
             return None
         sweep_group(self.pid)
@@ -127,5 +128,5 @@ def spawn(
 
 
 def python_argv(module: str, *args: str) -> list[str]:
-    """``python -m module args`` that never picks up a module from the current directory (-P)."""
+    """Return ``python -m module args`` that never picks up a module from the current directory (-P)."""
     return [sys.executable, "-P", "-m", module, *args]

@@ -37,13 +37,13 @@ _GONE_LOOKS: Final = 2  # so often in a row an event is not there before it is o
 
 
 class NoticeSource(Protocol):
-    """Where notices come from."""
+    """Is where notices come from."""
 
     name: str
     every_s: float
 
     def look(self) -> tuple[Notice, ...]:
-        """The events that are open now. May take some seconds. Raises PlatformError with one line."""
+        """Return the events that are open now. May take some seconds. Raises PlatformError with one line."""
         ...
 
 
@@ -55,7 +55,7 @@ class Change(NamedTuple):
 
 
 class NoticeLedger:
-    """Which events are open. Pure."""
+    """Knows which events are open. Pure."""
 
     def __init__(self) -> None:
         self._open: dict[tuple[str, str], Notice] = {}
@@ -113,16 +113,16 @@ class NoticeWatch:
             threading.Thread(target=self._ask, args=(source,), name=f"notices-{source.name}", daemon=True).start()
 
     def close(self) -> None:
-        """Threads end by themselves, soon."""
+        """Do nothing: threads end by themselves, soon."""
         self._over.set()
 
     def certain(self) -> list[Notice]:
-        """As ``NoticeLedger.certain``."""
+        """Do as ``NoticeLedger.certain``."""
         with self._lock:
             return self._ledger.certain()
 
     def asked_all(self) -> bool:
-        """Whether every source has answered so often that what was said before this began would be over."""
+        """Return whether every source has answered so often that what was said before this began would be over."""
         with self._lock:
             return all(self._answers.get(s.name, 0) >= _GONE_LOOKS for s in self.sources)
 
@@ -157,8 +157,8 @@ def _after_failures(source: NoticeSource) -> Iterator[float]:
 
 
 def time_of(text: str) -> float:
-    """Seconds since 1970 of a time as ISO 8601 or RFC 1123 has it, in UTC where it names no zone; of a number, that
-    many seconds from now. Raises PlatformError."""
+    """Return seconds since 1970 of a time as ISO 8601 or RFC 1123 has it, in UTC where it names no zone; of a number,
+    that many seconds from now. Raises PlatformError."""
     text = text.strip()
     with contextlib.suppress(ValueError):
         seconds = float(text)
@@ -176,8 +176,8 @@ def time_of(text: str) -> float:
 
 
 class FileSource:
-    """A file whose being there says that the node goes; it may have a time (ISO 8601, or seconds from when it was
-    written)."""
+    """Looks at a file whose being there says that the node goes; it may have a time (ISO 8601, or seconds from when it
+    was written)."""
 
     every_s = 1.0
 
@@ -213,7 +213,7 @@ _SAID = msgspec.json.Decoder(_CommandSaid)
 
 
 class CommandSource:
-    """A command of the user. Exit 0 with a line: the node goes (a time, or JSON with ``at``, ``what``, ``key`` and
+    """Asks a command of the user. Exit 0 with a line: the node goes (a time, or JSON with ``at``, ``what``, ``key`` and
     ``certainty``); exit 0 without, or 1: it stays. Anything else is a failure."""
 
     every_s = 5.0
@@ -251,7 +251,7 @@ def _is_number(text: str) -> bool:
 
 
 def sources_of(text: str, where: str = "--notices") -> tuple[NoticeSource, ...]:
-    """Sources by their names, with commas. ``where``: what the ConfigError, which it raises, names."""
+    """Return sources by their names, with commas. ``where``: what the ConfigError, which it raises, names."""
     from everstep.platforms.clouds import SOURCES
 
     out: list[NoticeSource] = []

@@ -51,7 +51,7 @@ class TraceCapacity:
         lead_s: float = 0.0,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``lead_s``: seconds between a notice and the end of its machine, as they pass here; 0: no notices."""
+        """Take ``lead_s``: seconds between a notice and the end of its machine, as they pass here; 0: no notices."""
         trace = read_trace(path)
         stem = path.name.removesuffix(".gz").rpartition(".")[0] or path.name
         hardware, zone = price_class(stem)
@@ -66,7 +66,7 @@ class TraceCapacity:
 
     @property
     def most(self) -> int:
-        """Machines that the recording has at a time, at most."""
+        """Return machines that the recording has at a time, at most."""
         return self._market.trace.most
 
     def offers(self) -> tuple[Offer, ...]:

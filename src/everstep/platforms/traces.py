@@ -1,4 +1,4 @@
-"""Recorded clouds: read recordings of machines that came and went, and play them. Pure: no clock, no files.
+"""Plays recorded clouds: read recordings of machines that came and went, and play them. Pure: no clock, no files.
 
 ``parse_trace`` makes the life of every machine from the text of a recording. ``Timeline`` says when a moment of the
 recording is played. ``TraceMarket`` gives machines to a job, and takes them back, as the recording says.
@@ -35,14 +35,15 @@ class TraceError(UserError):
 
 
 class MachineLife(NamedTuple):
-    """One machine of a recording. Seconds since the start of the recording; ``end_s`` None: it outlived it."""
+    """Is one machine of a recording. Seconds since the start of the recording; ``end_s`` None: it outlived it."""
 
     begin_s: float
     end_s: float | None
 
 
 class Trace(NamedTuple):
-    """``lives``: in the order in which machines came. ``length_s``: of the recording. ``most``: machines at a time."""
+    """Is a recording. ``lives``: in the order in which machines came. ``length_s``: of the recording. ``most``:
+    machines at a time."""
 
     lives: tuple[MachineLife, ...]
     length_s: float
@@ -50,7 +51,7 @@ class Trace(NamedTuple):
 
     @property
     def reclaims(self) -> int:
-        """Machines that were taken back."""
+        """Return machines that were taken back."""
         return sum(life.end_s is not None for life in self.lives)
 
 
@@ -165,11 +166,11 @@ def _from_names(text: str) -> Trace:
 
 
 class Timeline:
-    """When a moment of a recording is played: ``speed`` times as fast, and no pause between two events longer than
+    """Says when a moment of a recording is played: ``speed`` times as fast, and no pause between two events longer than
     ``quiet_s`` (0: pauses stay as long as they are)."""
 
     def __init__(self, moments: Sequence[float], speed: float, quiet_s: float = 0.0) -> None:
-        """``moments``: of all events of the recording, in seconds."""
+        """Take ``moments``: of all events of the recording, in seconds."""
         self._speed = speed
         self._recorded: list[float] = [0.0]
         self._played: list[float] = [0.0]
@@ -183,16 +184,16 @@ class Timeline:
         return f"<{self._recorded[-1]:.0f} s played in {self._played[-1]:.1f} s>"
 
     def played(self, recorded_s: float) -> float:
-        """Seconds from the start of playing to a moment of the recording."""
+        """Return seconds from the start of playing to a moment of the recording."""
         return _between(recorded_s, self._recorded, self._played, 1 / self._speed)
 
     def recorded(self, played_s: float) -> float:
-        """The moment of the recording that is played after so many seconds."""
+        """Return the moment of the recording that is played after so many seconds."""
         return _between(played_s, self._played, self._recorded, self._speed)
 
 
 def _between(x: float, xs: Sequence[float], ys: Sequence[float], slope: float) -> float:
-    """The line through the points, and beyond the last one with ``slope``."""
+    """Return the line through the points, and beyond the last one with ``slope``."""
     i = max(0, bisect_right(xs, x) - 1)
     if i + 1 >= len(xs):
         return ys[-1] + (x - xs[-1]) * slope
@@ -239,7 +240,7 @@ class TraceMarket:
 
     @property
     def held(self) -> frozenset[NodeId]:
-        """Nodes that the job has now."""
+        """Return nodes that the job has now."""
         return frozenset(self._held.values())
 
     @property
@@ -248,7 +249,7 @@ class TraceMarket:
         return self._due[0][0] if self._due else None
 
     def offers(self) -> tuple[Offer, ...]:
-        """What could be had now, beyond what is held."""
+        """Return what could be had now, beyond what is held."""
         free, offer = len(self._there), self._offer
         return (Offer(offer.hardware, offer.zone, offer.market, offer.price, free),) if free else ()
 
@@ -262,7 +263,7 @@ class TraceMarket:
             self._give_up(n)
 
     def until(self, now: float) -> list[CapacityNews]:
-        """What happens up to ``now``, in order."""
+        """Return what happens up to ``now``, in order."""
         out: list[CapacityNews] = self._fill()
         while self._due and self._due[0][0] <= now:
             at, kind, n = heapq.heappop(self._due)
@@ -298,7 +299,7 @@ class TraceMarket:
         return out
 
     def _name(self) -> NodeId:
-        """The lowest name that is free."""
+        """Return the lowest name that is free."""
         if self._names:
             return NodeId(f"spot-{heapq.heappop(self._names)}")
         self._named += 1
@@ -314,7 +315,7 @@ _ENDS, _BEGINS, _WARNS = 0, 1, 2
 
 
 def price_class(stem: str) -> tuple[str, str]:
-    """Class and zone in the name of a recording: ``us-east-1f_v100_1`` -> ("v100", "us-east-1f"), of several
+    """Return class and zone in the name of a recording: ``us-east-1f_v100_1`` -> ("v100", "us-east-1f"), of several
     accelerators ``k80x8``. Of another name: itself without ``-trace``, and no zone."""
     parts = stem.split("_")
     if len(parts) == 3 and parts[2].isdigit() and stem.isprintable():

@@ -1,1 +1,1 @@
-"""Virtual clock, network and faults round the same brain and protocol."""
+"""Puts a virtual clock, network and faults round the same brain and protocol."""

@@ -52,14 +52,14 @@ MIXES: dict[str, tuple[Callable[[int], Any], tuple[Mutation, ...], Callable[...,
 
 
 def seeds_of(text: str) -> range:
-    """``A..B`` or ``A..B:STEP`` as a range; a plain number is 0..N."""
+    """Return ``A..B`` or ``A..B:STEP`` as a range; a plain number is 0..N."""
     span, _, step = text.partition(":")
     a, dots, b = span.partition("..")
     return range(int(a), int(b), int(step or 1)) if dots else range(0, int(a), int(step or 1))
 
 
 def chunk(seeds: range, mix: str = "jobs") -> tuple[list[SimOutcome], tuple[int, str] | None, float]:
-    """Outcomes of ``seeds`` up to the first failure, the failure, and CPU seconds spent."""
+    """Return outcomes of ``seeds`` up to the first failure, the failure, and CPU seconds spent."""
     began = time.process_time()
     done: list[SimOutcome] = []
     failure = None
@@ -83,7 +83,7 @@ def totals(outcomes: list[SimOutcome]) -> str:
 
 
 def many(seeds: range, jobs: int, mix: str) -> Iterator[tuple[list[SimOutcome], tuple[int, str] | None, float]]:
-    """Chunks of ``seeds``, in order, computed by ``jobs`` processes."""
+    """Yield chunks of ``seeds``, in order, computed by ``jobs`` processes."""
     chunks = [seeds[i : i + CHUNK] for i in range(0, len(seeds), CHUNK)]
     if jobs <= 1:
         yield from map(chunk, chunks, repeat(mix))

@@ -1,4 +1,5 @@
-"""The job's processes under virtual time: shells as thin as the real ones round the same brain, watch and protocol.
+"""Runs the job's processes under virtual time: shells as thin as the real ones round the same brain, watch and
+protocol.
 
 What is modelled of the shells: the journal's group commit and its durable point (nothing is answered or ordered
 before), the loss of the unsynced tail with the master, snapshots, hello after every reconnect, calls that are said
@@ -107,7 +108,7 @@ class Disk:
         self.durable = max(self.durable, upto)
 
     def crash(self) -> None:
-        """What was not synced is gone."""
+        """Lose what was not synced."""
         del self.log[self.durable :]
         while self.snapshots and self.snapshots[-1][0] > self.durable:
             self.snapshots.pop()
@@ -117,7 +118,7 @@ class Disk:
 
 
 class SimMaster(SimProcess):
-    """A shell round a brain."""
+    """Is a shell round a brain."""
 
     commit_s = 0.1  # at most, of a manifest
 
@@ -153,7 +154,7 @@ class SimMaster(SimProcess):
         self.later(TICK_S, self.tick)
 
     def die(self) -> None:
-        """SIGKILL. The transaction under way may have reached the disk, or not."""
+        """Die as by SIGKILL. The transaction under way may have reached the disk, or not."""
         self.alive = False
         if not self.outdated():
             if self.flushing > self.disk.durable and self.kernel.random() < 0.5:
@@ -173,8 +174,8 @@ class SimMaster(SimProcess):
         args: tuple[Any, ...] = (),
         sender: Sender = MASTER,
     ) -> None:
-        """Journal and handle ``fact``; its instructions are carried out, and its reply goes to ``handler`` of the
-        client behind ``conn``, once it is durable."""
+        """Write ``fact`` to the journal and handle it; its instructions are carried out, and its reply goes to
+        ``handler`` of the client behind ``conn``, once it is durable."""
         if not self.alive:
             return
         if self.outdated():
@@ -236,7 +237,7 @@ class SimMaster(SimProcess):
             self.flush()
 
     def outdated(self) -> bool:
-        """Whether the journal refuses this master's commits."""
+        """Return whether the journal refuses this master's commits."""
         return self.incarnation != self.disk.incarnation
 
     def superseded(self) -> None:
@@ -283,7 +284,7 @@ class SimMaster(SimProcess):
                 sim.job_over(i.exit_code, i.error)  # type: ignore[union-attr]
 
     def order(self, whom: tuple[str, Any], what: str, *args: Any) -> None:
-        """To a client that is connected; if it is not, it is told at its next hello."""
+        """Send an order to a client that is connected; if it is not, it is told at its next hello."""
         conn = self.conns.get(whom)
         if conn is not None:
             self.net.to_client(conn, conn.client.on_order, conn, what, args)  # type: ignore[attr-defined]
@@ -351,7 +352,7 @@ class SimMaster(SimProcess):
         self.net.to_client(conn, conn.client.on_beaten, conn)  # type: ignore[attr-defined]
 
     def on_call(self, conn: Conn, fact: FactType, handler: Any, key: tuple[Any, ...], sender: Sender) -> None:
-        """A request that becomes one event; its reply goes to ``handler(conn, *key, answer)``."""
+        """Take a request that becomes one event; its reply goes to ``handler(conn, *key, answer)``."""
         self.record(fact, conn, handler, key, sender)
 
     def hear(self, events: Sequence[MemberHeard]) -> None:
@@ -453,7 +454,7 @@ class SimMember(SimClient):
 
     @property
     def sender(self) -> Sender:
-        """As its connection proves it."""
+        """Return the sender, as its connection proves it."""
         return Sender("command")
 
     def call(self, fact: FactType, handler: Any, key: tuple[Any, ...]) -> None:
@@ -462,7 +463,7 @@ class SimMember(SimClient):
             self.net.to_server(self.conn, server.on_call, self.conn, fact, handler, key, self.sender)
 
     def beat(self) -> None:
-        """Every half second; an answer that is overdue breaks the connection, and hello says everything again."""
+        """Beat every half second; an answer that is overdue breaks the connection, and hello says everything again."""
         self.later(BEAT_S, self.beat)
         conn = self.conn
         if conn is None:
@@ -497,7 +498,7 @@ class SimMember(SimClient):
         """Say again what is overdue."""
 
     def terminate(self) -> None:
-        """SIGTERM."""
+        """Do what SIGTERM makes it do."""
         self.exit(-15)
 
     def exit(self, status: int) -> None:
@@ -510,7 +511,7 @@ class SimMember(SimClient):
 
 
 class Child(SimMember):
-    """A worker or ps: what an agent starts."""
+    """Is a worker or ps: what an agent starts."""
 
     key: MemberKey
     incarnation: Incarnation
@@ -521,7 +522,7 @@ class Child(SimMember):
 
 
 class SimAgent(SimMember):
-    """Starts and buries the processes of one node."""
+    """Is what starts and buries the processes of one node."""
 
     def __init__(self, sim: Simulation, node: str, places: int, ps_places: int) -> None:
         super().__init__(sim, f"agent@{node}", node)
@@ -618,7 +619,7 @@ class SimAgent(SimMember):
 
 
 class Ps(Child):
-    """Answers from its ledger. Every apply is told to the truth.
+    """Is a ps that answers from its ledger. Every apply is told to the truth.
 
     A later life takes over what the one before had, "as if recovered" from a snapshot: shards that are done are
     complete, others may have fallen back. It serves once the master knows of it, as a recovery ordered by the master
@@ -720,13 +721,13 @@ class Ps(Child):
 
 
 def spans_of(token: Token, skipped: bool, more: Sequence[Span]) -> tuple[SpanTuple, ...]:
-    """All spans of one push, as the ledger takes them."""
+    """Return all spans of one push, as the ledger takes them."""
     first = (token.shard, token.lo, token.hi, token.lease, not skipped)
     return (first, *((s.shard, s.lo, s.hi, s.lease, s.learnt) for s in more))
 
 
 def watermarks(ledger: PushLedger, spans: Sequence[SpanTuple]) -> dict[int, dict[int, int]]:
-    """By partition, the watermarks of the shards that these spans are of."""
+    """Return, by partition, the watermarks of the shards that these spans are of."""
     shards = {span[0] for span in spans}
     return {b: {s: book.shards[s][0] for s in shards if s in book.shards} for b, book in ledger.partitions.items()}
 
@@ -920,7 +921,7 @@ class Worker(Child):
             self.end_of_loop()
 
     def pump_in_turn(self, gate: StalenessGate) -> None:
-        """Consistency sync and bounded: compute if it is our turn."""
+        """Compute if it is our turn (consistency sync and bounded)."""
         queue, protocol = self.queue, self.protocol
         while queue and not protocol.current(queue[0]):
             self.act(protocol.computed(queue.pop(0)))
@@ -1004,7 +1005,7 @@ class Worker(Child):
         self.act(protocol.hold_back(work))
 
     def step(self, works: list[tuple[RangeWork, bool]], skipped: bool = False) -> None:
-        """One step with all that is kept, and ``works``."""
+        """Make one step with all that is kept, and ``works``."""
         kept, self.kept = self.kept, []
         if self.leaves_out and self.choices.random() < 0.05:
             kept = [(work, False) for work, _ in kept]  # their gradients were zeroed before

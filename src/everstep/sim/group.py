@@ -1,5 +1,5 @@
-"""Mode allreduce under virtual time: the real brain, watch, journal rules, machine of a group and books of committed
-steps; the shells and the collectives are modelled.
+"""Runs mode allreduce under virtual time: the real brain, watch, journal rules, machine of a group and books of
+committed steps; the shells and the collectives are modelled.
 
 A collective completes when every member has come and all links between them work; its result reaches each member on
 its own, so that a death in between leaves some with it and some without. What each worker's state went through is one
@@ -78,7 +78,7 @@ BUSY = ("out", "computing", "updating", "behind")  # of its script, or between t
 
 
 class GroupScenario(Scenario, frozen=True, kw_only=True, rename={"partitions": "buckets"}):
-    """As :class:`Scenario`; ``batch_s`` is the time of a step."""
+    """Is as :class:`Scenario`; ``batch_s`` is the time of a step."""
 
     strategy: Literal["elastic", "fixed"] = "elastic"
     min_workers: int = 1
@@ -140,7 +140,7 @@ NOTICED_S = 0.05  # an end is noticed so soon by who is in its group
 
 
 def group_scenario(seed: int) -> GroupScenario:
-    """The scenario of ``seed``."""
+    """Return the scenario of ``seed``."""
     rng = random.Random(f"group {seed}")
     dead = random.Random(f"dead {seed}")
     second = rng.random() < 0.4
@@ -191,7 +191,7 @@ MASK = (1 << 64) - 1
 
 @lru_cache(maxsize=64)  # every member of a group asks for the same
 def prints(epoch: int, lo: int, hi: int) -> int:
-    """What training these positions adds to a state's print, in whatever steps."""
+    """Return what training these positions adds to a state's print, in whatever steps."""
     return sum(hash((epoch, position)) & MASK for position in range(lo, hi))
 
 
@@ -199,7 +199,7 @@ def prints(epoch: int, lo: int, hi: int) -> int:
 
 
 def reduced(kind: str, values: list[Any]) -> list[Any]:
-    """What every member computes from all values, once."""
+    """Return what every member computes from all values, once."""
     if kind in ("vote", "farewell"):
         return [max(column) for column in zip(*values, strict=True)]
     if kind == "reduce" and len({(c.first, c.epoch, c.lo, c.hi, cut.micros) for c, cut in values}) > 1:
@@ -214,7 +214,7 @@ def reduced(kind: str, values: list[Any]) -> list[Any]:
 
 
 class Ring:
-    """One attempt to connect one generation, and the collectives on it."""
+    """Is one attempt to connect one generation, and the collectives on it."""
 
     def __init__(self, sim: GroupSimulation, group: Group) -> None:
         self.sim, self.group = sim, group
@@ -244,7 +244,7 @@ class Ring:
             worker.later(0.005 + 0.02 * self.sim.kernel.random(), worker.connect_done, self, attempt)
 
     def _whole(self) -> bool:
-        """Every link between two members works."""
+        """Return whether every link between two members works."""
         if self.dead:
             return False
         if not self.sim.net.cut and not self.sim.dead_pairs:
@@ -375,8 +375,8 @@ class GroupAgent(SimAgent):
 
 
 class GroupWorker(Child):
-    """What ``allreduce.session`` does, driven by events. ``chain``, ``print``: of the state: of the steps that made
-    it, and of the samples that are in it, whatever the steps."""
+    """Does what ``allreduce.session`` does, driven by events. ``chain``, ``print``: of the state: of the steps that
+    made it, and of the samples that are in it, whatever the steps."""
 
     tell_s = TELL_S
     says_met = False
@@ -483,7 +483,7 @@ class GroupWorker(Child):
     # ------------------------------------------------------------ checkpoints
 
     def copy(self) -> None:
-        """Between two steps: what is ordered, written in the background."""
+        """Write what is ordered, between two steps in the background."""
         number, self.save, self.writing = self.save, 0, self.save
         self.copies += 1
         path = f"images/{number:06d}/replica-{self.key.slot}.{self.incarnation}-{self.copies}.rep"
@@ -510,7 +510,7 @@ class GroupWorker(Child):
         self.settled = max(self.settled, before)
 
     def terminate(self) -> None:
-        """SIGTERM: leave the group first; without one, end."""
+        """Do what SIGTERM makes it do: leave the group first; without one, end."""
         if self.phase == "behind":
             if not self.closing:
                 self.exit(143)
@@ -576,7 +576,7 @@ class GroupWorker(Child):
             self.interrupted()
 
     def on_failed(self, ring: Ring) -> None:
-        """A collective, or an attempt to connect, fails."""
+        """Handle that a collective, or an attempt to connect, fails."""
         if ring is self.building:
             self.building = None
             attempt = next(a for (g, a), r in self.gsim.rings.items() if r is ring)
@@ -589,7 +589,7 @@ class GroupWorker(Child):
         self.pump()
 
     def interrupted(self) -> None:
-        """Out of the collective in flight; a computation goes on, for nothing."""
+        """Get out of the collective in flight; a computation goes on, for nothing."""
         if self.phase not in BUSY:
             self.phase = "out"
             self.waits_since = 0.0
@@ -598,7 +598,7 @@ class GroupWorker(Child):
     # ------------------------------------------------------------ the copy of a newcomer
 
     def fetch(self, group: Group, number: int) -> None:
-        """The state of a member, as of now; what it misses meanwhile it gets when it enters."""
+        """Copy the state of a member, as of now; what it misses meanwhile it gets when it enters."""
         if number != self.follows or not self.outside or self.closing or self.phase == "behind":
             return
         for m in group.members:
@@ -623,7 +623,7 @@ class GroupWorker(Child):
             self.say_synced()
 
     def trained(self) -> bool:
-        """Whether the state that it copied is that of the end."""
+        """Return whether the state that it copied is that of the end."""
         return self.has_state and self.outside and self.next_cut(1) is None
 
     @property
@@ -702,7 +702,7 @@ class GroupWorker(Child):
             self.later(self.sim.scenario.batch_s * (0.7 + 0.6 * self.kernel.random()), self.computed, ring)
 
     def surveyed(self, cut: StepCut | None) -> bool:
-        """Whether the step may begin (see ``sim.hybrid``); if not, whoever can say so pumps."""
+        """Return whether the step may begin (see ``sim.hybrid``); if not, whoever can say so pumps."""
         return True
 
     def gradients(self, step: tuple[Committed, StepCut]) -> None:
@@ -934,7 +934,7 @@ class GroupWorker(Child):
             self.net.to_server(conn, server.on_stalled, conn, *self.me, group.generation, self.mark.step, waited)
 
     def say_met(self) -> None:
-        """As ``allreduce.session`` does."""
+        """Do as ``allreduce.session`` does."""
         group = self.machine.present
         if group is None or not self.met or group.generation == self.said_met or group.size == 1:
             return
@@ -1049,7 +1049,7 @@ class GroupSimulation(Simulation):
         return self.rings[key]
 
     def cut_of(self, mark: Mark, size: int, split: StepSplit, stop: int = 0) -> StepCut | None:
-        """As every member computes it, once."""
+        """Return the cut as every member computes it, once."""
         key = mark, size, split, stop
         if self.last_cut is None or self.last_cut[0] != key:
             cut = cut_step(mark, self.plan, self.scenario.epochs, BATCH, self.spec, size, split, stop)
@@ -1071,7 +1071,7 @@ class GroupSimulation(Simulation):
             raise Violation(f"{worker} begins step {step} again, and nobody was lost since {since:.3f} s")
 
     def applies(self, origin: int, c: Committed) -> None:
-        """A worker committed a step. (Not all who do are survived by somebody who knows.)"""
+        """Note that a worker committed a step. (Not all who do are survived by somebody who knows.)"""
         self.applied += 1
 
     def saves(self, worker: GroupWorker) -> None:
@@ -1169,7 +1169,7 @@ class GroupSimulation(Simulation):
         self.wanted()
 
     def wanted(self) -> None:
-        """Whoever healed the job asks for the workers that it needs."""
+        """Ask for workers: whoever healed the job asks for the workers that it needs."""
         if self.over is not None:
             return
         if not self.master.alive or self.kernel.now < self.master.paused_until:
@@ -1263,7 +1263,7 @@ def simulate_group(
     worker: type[GroupWorker] = GroupWorker,
     machine: type[GroupMachine] = GroupMachine,
 ) -> SimOutcome:
-    """One whole run, as ``sim.simulation.simulate``."""
+    """Make one whole run, as ``sim.simulation.simulate``."""
     sim = GroupSimulation(seed, scenario or group_scenario(seed), parts, trace is not None, validate, worker, machine)
     return sim.run_traced(trace)
 

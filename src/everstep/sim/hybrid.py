@@ -1,4 +1,4 @@
-"""Mode allreduce with tables on the ps, under virtual time: committed steps reach every ps once, whoever is lost.
+"""Runs mode allreduce with tables on the ps, under virtual time: committed steps reach every ps once, whoever is lost.
 
 The group is that of ``sim.group``; ``tables.step_pushes`` is the machine under test, round it a model of its shell
 (``api.group_tables``): rows are exchanged before the vote, a barrier follows the vote, each ps is served by one member,
@@ -48,7 +48,7 @@ WAIT_S = 1.0  # who waits for its own pushes so long takes over those of others,
 
 
 class TablePs(SimProcess):
-    """A ledger. Every apply is told to the simulation."""
+    """Is a ledger. Every apply is told to the simulation."""
 
     def __init__(self, sim: HybridSimulation, slot: Slot) -> None:
         super().__init__(sim.kernel, f"ps:{slot}.1", "node0")
@@ -75,7 +75,7 @@ class TablePs(SimProcess):
 
 
 class HybridWorker(GroupWorker):
-    """Besides: what it owes the ps. ``beside``: the barrier behind a vote is due, in this ring, for this step."""
+    """Has besides what it owes the ps. ``beside``: the barrier behind a vote is due, in this ring, for this step."""
 
     pushes_class: type[StepPushes] = StepPushes
 
@@ -155,7 +155,7 @@ class HybridWorker(GroupWorker):
         self.pump()
 
     def clear_of_debts(self) -> bool:
-        """Whether it owes nothing of its own. A later generation at the ps: this group is over."""
+        """Return whether it owes nothing of its own. A later generation at the ps: this group is over."""
         if self.pushes.stale and self.machine.whole:
             self.broke_at = self.broke_at or self.kernel.now
             self.do(self.machine.broke())
@@ -170,7 +170,7 @@ class HybridWorker(GroupWorker):
         return self.gsim.cut_of(self.mark, size, self.machine.split, self.stop)
 
     def surveyed(self, cut: StepCut | None) -> bool:
-        """What ``GroupTables.flush`` and ``survey`` do, a stage at a time."""
+        """Do what ``GroupTables.flush`` and ``survey`` do, a stage at a time."""
         ring, group = self.ring, self.machine.present
         assert ring is not None and group is not None
         if self.origin_of_held != self.origin:
@@ -217,18 +217,18 @@ class HybridWorker(GroupWorker):
         return self.held_back.crossed(marks)
 
     def sync_held_back(self) -> None:
-        """A state that was copied brings what is carried with it."""
+        """Take over what is carried: a state that was copied brings what is carried with it."""
         if self.held_of != self.chain:
             self.held_of, self.held_back = self.chain, HeldBack(self.hsim.held_back.get(self.chain, ()))
 
     def cut_held_back(self) -> None:
-        """What ``GroupTables`` does of that name."""
+        """Do what ``GroupTables`` does of that name."""
         ranges = self.held_back.take()
         if ranges:
             self.owe(ranges, tuple(r for r in ranges if r.learnt))
 
     def owe(self, ranges: tuple[Range, ...], content: tuple[Range, ...]) -> None:
-        """Of the last step, without a step of its own."""
+        """Owe the last step, without a step of its own."""
         *before, last = ranges
         skipped = not last.learnt
         owed = Owed(self.mark.step - 1, last.shard, last.lo, last.hi, skipped, skipped, tuple(before))
@@ -328,7 +328,7 @@ class HybridWorker(GroupWorker):
         return before, (*(r for r in before if r.learnt), mine)
 
     def end(self, status: int, since: float) -> None:
-        """At the script's end, what is held back is left out."""
+        """Leave out what is held back, at the script's end."""
         newest = self.machine.newest
         if status == 0 and newest is not None and not self.pushes.stale:
             self.sync_held_back()
@@ -372,8 +372,8 @@ class HybridWorker(GroupWorker):
 
 
 class HybridSimulation(GroupSimulation):
-    """``there``: what each ps applied, by origin and step: epoch, hi. ``counts``: by epoch, partition and position.
-    ``held_back``: by state."""
+    """Holds the truth. ``there``: what each ps applied, by origin and step: epoch, hi. ``counts``: by epoch, partition
+    and position. ``held_back``: by state."""
 
     def __init__(
         self,
@@ -393,7 +393,7 @@ class HybridSimulation(GroupSimulation):
         self.ps = {Slot(slot): TablePs(self, Slot(slot)) for slot in range(SERVERS)}
 
     def reached(self, ps: Slot, origin: int, owed: Owed, content: tuple[Range, ...], worker: HybridWorker) -> None:
-        """``ps`` applied a step of the line ``origin``; the gradients of ``content`` are in it."""
+        """Note that ``ps`` applied a step of the line ``origin``; the gradients of ``content`` are in it."""
         left_out = [r for r in owed.ranges if not r.learnt]
         for partition in self.ps[ps].ledger.partitions:
             for r in (*content, *left_out):
@@ -431,7 +431,8 @@ class HybridSimulation(GroupSimulation):
 
 
 def hybrid_scenario(seed: int) -> GroupScenario:
-    """As those of groups, with results that come late to some, more loss, and more workers that die."""
+    """Return a scenario as those of groups, with results that come late to some, more loss, and more workers that
+    die."""
     rng = random.Random(f"hybrid {seed}")
     calm = group_scenario(seed)
     kills = [(round(rng.uniform(0.3, calm.chaos_s), 3), "kill worker") for _ in range(rng.choice([0, 2, 5, 9]))]
@@ -461,6 +462,6 @@ def simulate_hybrid(
     validate: bool = True,
     worker: type[GroupWorker] = HybridWorker,
 ) -> SimOutcome:
-    """One whole run, as ``sim.simulation.simulate``."""
+    """Make one whole run, as ``sim.simulation.simulate``."""
     sim = HybridSimulation(seed, scenario or hybrid_scenario(seed), parts, trace is not None, validate, worker)
     return sim.run_traced(trace)

@@ -23,7 +23,7 @@ class Violation(AssertionError):
 
 
 class Kernel:
-    """The event queue. ``now``: virtual seconds."""
+    """Is the event queue. ``now``: virtual seconds."""
 
     __slots__ = ("crc", "events", "heap", "lines", "now", "number", "random", "rng", "stopped")
 
@@ -66,7 +66,7 @@ class Kernel:
             self.events += events
 
     def say(self, who: object, text: str) -> None:
-        """A line of the trace. Guard with ``if kernel.lines is not None`` where building ``text`` costs."""
+        """Write a line of the trace. Guard with ``if kernel.lines is not None`` where building ``text`` costs."""
         if self.lines is not None:
             self.lines.append(f"{self.now:9.4f}  {who!s:<14} {text}")
 
@@ -104,18 +104,18 @@ class SimProcess:
         self.paused_until = max(self.paused_until, self.kernel.now + seconds)
 
     def hold(self, seconds: float) -> None:
-        """As ``pause``, but it runs: its script holds the interpreter."""
+        """Do as ``pause``, but it runs: its script holds the interpreter."""
         self.pause(seconds)
         self.held_until = max(self.held_until, self.kernel.now + seconds)
 
     @property
     def runs(self) -> bool:
-        """As seen from outside."""
+        """Return whether it runs, as seen from outside."""
         return self.alive and (self.paused_until <= self.kernel.now or self.held_until >= self.paused_until)
 
 
 class SimClient(SimProcess):
-    """A process with a control connection to the master."""
+    """Is a process with a control connection to the master."""
 
     conn: Conn | None = None
 
@@ -124,7 +124,7 @@ class SimClient(SimProcess):
 
 
 class Conn:
-    """One control connection: in order until it breaks. ``greeted``: the master took the hello."""
+    """Is one control connection: in order until it breaks. ``greeted``: the master took the hello."""
 
     __slots__ = ("client", "down_last", "greeted", "opened_at", "server", "up", "up_last")
 
@@ -137,7 +137,7 @@ class Conn:
 
 
 class Network:
-    """Who reaches whom, and how badly. Probabilities are per message."""
+    """Says who reaches whom, and how badly. Probabilities are per message."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
@@ -219,7 +219,7 @@ class Network:
         return time
 
     def sever(self, conn: Conn, notice_s: float) -> None:
-        """Nothing more passes; the client learns of it in up to ``notice_s``. What is under way still arrives."""
+        """Let nothing more pass; the client learns of it in up to ``notice_s``. What is under way still arrives."""
         if conn.up:
             conn.up = False
             conn.client.later(notice_s * (0.5 + 0.5 * self.kernel.random()), conn.client.connection_lost, conn)

@@ -15,7 +15,8 @@ from everstep.sim.group import TELL_S, GroupMaster, GroupScenario, GroupSimulati
 
 
 class LargeWorker(GroupWorker):
-    """Who is not the first member tells steps only if nobody else has for seconds: it need not look often."""
+    """Is a member that, unless it is the first member tells steps only if nobody else has for seconds: it need not look
+    often."""
 
     @property
     def tell_s(self) -> float:  # type: ignore[override]
@@ -53,7 +54,7 @@ class Large(GroupSimulation):
 
     @property
     def redone(self) -> int:
-        """Steps that were begun once more, by another generation."""
+        """Return steps that were begun once more, by another generation."""
         return len(self.begun) - len({step for _, step in self.begun})
 
     def applies(self, origin: int, c: Any) -> None:
@@ -78,7 +79,7 @@ class Metered(GroupMaster):
 
 
 def formed(workers: int, step_s: float, seed: int) -> Large:
-    """A calm job in which everybody is there."""
+    """Return a calm job in which everybody is there."""
     scenario = GroupScenario(
         workers=workers,
         ps=0,

@@ -1,4 +1,5 @@
-"""What must be true when partitions go from ps to ps: the counts of truth.py, and which ps has each partition by right.
+"""Checks what must be true when partitions go from ps to ps: the counts of truth.py, and which ps has each partition by
+right.
 
 A partition's *holder* is the ps that took it last. Only what the holder applies counts; what a replaced one still
 applies counts for nothing and must not be acknowledged. When another takes the partition, the changes that it has not
@@ -36,8 +37,8 @@ class _Change(NamedTuple):
 
 
 class Lineage(Truth):
-    """``acked``: whether a push waits for its mirrors. ``lenient``: whether losses may cost something that must then be
-    trained again (eager, or beyond the protection level)."""
+    """Holds the truth about partitions. ``acked``: whether a push waits for its mirrors. ``lenient``: whether losses
+    may cost something that must then be trained again (eager, or beyond the protection level)."""
 
     def __init__(self, plan: ShardSchedule, epochs: int, partitions: int, acked: bool, lenient: bool) -> None:
         super().__init__(plan, epochs, partitions)
@@ -58,7 +59,7 @@ class Lineage(Truth):
     # ------------------------------------------------------------ at the ps
 
     def opened(self, ps: PeerKey, shard: ShardKey, lease: LeaseNo, seqs: dict[PartitionId, int]) -> None:
-        """``ps`` let ``lease`` open ``shard`` in the partitions ``seqs``, which are at these seqs now."""
+        """Note that ``ps`` let ``lease`` open ``shard`` in the partitions ``seqs``, which are at these seqs now."""
         for partition, seq in seqs.items():
             if self.holder.get(partition) != ps:
                 continue
@@ -73,7 +74,7 @@ class Lineage(Truth):
     def applied_by(
         self, ps: PeerKey, partition: PartitionId, seq: int, shard: ShardKey, lo: int, hi: int, lease: LeaseNo
     ) -> None:
-        """``ps`` applied ``[lo, hi)`` to ``partition``, which is at ``seq`` now."""
+        """Note that ``ps`` applied ``[lo, hi)`` to ``partition``, which is at ``seq`` now."""
         if self.holder.get(partition) != ps:
             return
         if lease != self.fences.get((partition, shard), -1):
@@ -94,7 +95,7 @@ class Lineage(Truth):
         self.log[partition].append(_Change(seq, shard, lease, lo, hi))
 
     def acknowledged(self, ps: PeerKey, partitions: tuple[PartitionId, ...], shard: ShardKey, lo: int, hi: int) -> None:
-        """``ps`` answered that these partitions have ``[lo, hi)``."""
+        """Note that ``ps`` answered that these partitions have ``[lo, hi)``."""
         epoch = split_key(shard)[1]
         for partition in partitions:
             mine = self.holder.get(partition) == ps
@@ -158,7 +159,7 @@ class Lineage(Truth):
             self.done.pop(shard, None)
 
     def _check(self, ps: PeerKey, partition: PartitionId, how: str, what: Partition) -> None:
-        """Bit for bit what was applied, and the marks that go with it."""
+        """Check bit for bit what was applied, and the marks that go with it."""
         log = self.log[partition]
         name = f"bucket {partition}, which ps:{ps[0]} has {how}, at seq {what.seq}"
         if log and what.seq < log[-1].seq:
@@ -180,7 +181,7 @@ class Lineage(Truth):
                 raise Violation(f"{name}, has watermark {mark} of shard {shard:x}, which is not what was applied")
 
     def _loaded(self, partition: PartitionId, what: Partition) -> None:
-        """From now on what the snapshot has is the truth; the rest is undone, and must be trained again."""
+        """Take what the snapshot has for the truth; the rest is undone, and must be trained again."""
         self.restarted.add(partition)
         self.came_back = True
         n = self.plan.samples
@@ -246,6 +247,6 @@ class Lineage(Truth):
     # ------------------------------------------------------------ at the end
 
     def at_rest(self, partition: PartitionId, what: Partition) -> None:
-        """Its owner's at the end of the run."""
+        """Check each partition of its owner at the end of the run."""
         if what.content != self.content[partition]:
             raise Violation(f"bucket {partition} holds other samples at the end than were applied to it")

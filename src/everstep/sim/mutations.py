@@ -1,4 +1,4 @@
-"""Protocol bugs, planted one at a time. The simulator is worth what it catches: every one of these must be found.
+"""Plants protocol bugs one at a time. The simulator is worth what it catches: every one of these must be found.
 
 Each mutation replaces a part by a subclass, or patches one function for the time of a run. What is *not* here was
 tried and found harmless, because another rule makes up for it: a ragged interval pushed to all partitions (those ahead
@@ -331,7 +331,7 @@ class NoGrace(HeartbeatWatch):
 
 
 class StepInPart(PushLedger):
-    """Where a step of several shards does not fit as a whole, what fits of it is taken."""
+    """Takes what fits of a step of several shards that does not fit as a whole."""
 
     def push(
         self,
@@ -370,7 +370,7 @@ class PendingClaimsTooMuch(WorkerProtocol):
 
 
 def _pending_of_all(self: LeaseConcern, e: ShardAsked, told: Event) -> list[InstructionType]:
-    """A worker that names one lease as pending is taken to mean all that it was granted."""
+    """Take a worker that names one lease as pending to mean all that it was granted."""
     record = self.members.current(Role.WORKER, told.slot, told.incarnation)
     if record is not None and e.pending:
         e = msgspec.structs.replace(e, pending=tuple(self.shards.leases[key].no for key in record.held))
@@ -378,7 +378,7 @@ def _pending_of_all(self: LeaseConcern, e: ShardAsked, told: Event) -> list[Inst
 
 
 def _forgets_what_was_told(self: Shards, dataset: Dataset, until_epoch: int) -> None:
-    """Who was told that the data is at its end is not needed any more, whatever becomes of what was pending."""
+    """Forget who was told that the data is at its end is not needed any more, whatever becomes of what was pending."""
 
 
 class Mutation(NamedTuple):
@@ -533,7 +533,7 @@ def planted(mutation: Mutation) -> Iterator[Parts]:
 
 
 def catch(mutation: Mutation, seeds: range, run: Callable[..., object] = simulate) -> tuple[int, str] | None:
-    """The first seed whose run finds the bug, and how; None if none does."""
+    """Return the first seed whose run finds the bug, and how; None if none does."""
     with planted(mutation) as parts:
         for seed in seeds:
             try:

@@ -1,4 +1,4 @@
-"""Bugs of groups (mode allreduce): planted on purpose, to see that the simulator finds them.
+"""Plants bugs of groups (mode allreduce) on purpose, to see that the simulator finds them.
 
 Each is what somebody could really get wrong: in the brain's books of groups, in a worker's machine, in its books of
 committed steps, or in the master's shell. Not in the list, because nothing is lost by them: a newcomer that enters

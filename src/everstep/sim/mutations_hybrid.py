@@ -1,4 +1,4 @@
-"""Bugs of mode allreduce with tables on the ps: planted on purpose, to see that the simulator finds them."""
+"""Plants bugs of mode allreduce with tables on the ps on purpose, to see that the simulator finds them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _committed, _entered, _anew = StepPushes.committed, StepPushes.entered, StepPush
 
 
 def hybrid(seed: int, parts: Parts = Parts()) -> SimOutcome:
-    """The run of ``seed`` of a group with tables."""
+    """Return the run of ``seed`` of a group with tables."""
     return simulate_hybrid(seed, hybrid_scenario(seed), parts)
 
 
@@ -39,11 +39,11 @@ def _takes_over_nothing(self: StepPushes) -> list[Action]:
 
 
 def _owes_nothing(self: StepPushes) -> None:
-    """What one owes is not told to the others, ..."""
+    """Do not tell the others what one owes, ..."""
 
 
 def _waits_for_nothing(self: HybridWorker) -> bool:
-    """... and they go on before it is pushed."""
+    """Go on before what another one owes is pushed."""
     return True
 
 

@@ -1,4 +1,4 @@
-"""Bugs of consistency sync and bounded, planted one at a time (``--mix paced``)."""
+"""Plants bugs of consistency sync and bounded one at a time (``--mix paced``)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class PushesAndReturns(WorkerProtocol):
 
 
 class PutsBackAsItWas(WorkerProtocol):
-    """For the ps that needed it when it was handed out, though partitions may have moved since."""
+    """Puts it back for the ps that needed it when it was handed out, though partitions may have moved since."""
 
     def put_back(self, work: RangeWork) -> bool:
         held = self._held.get(work.lease.no)

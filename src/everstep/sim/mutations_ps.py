@@ -1,4 +1,4 @@
-"""Bugs of ps that keep mirrors: planted on purpose, to see that the simulator finds them in its storms.
+"""Plants bugs of ps that keep mirrors on purpose, to see that the simulator finds them in its storms.
 
 Each is what somebody could really get wrong: in the machine, in the store, in the shell, or in the brain. Not in the
 list, because nothing is lost by them: a mirror that is made again without need, contents sent to who did not ask.
@@ -28,7 +28,7 @@ from everstep.sim.simulation import Parts, SimOutcome, Simulation, simulate
 
 
 def storm(seed: int, parts: Parts = Parts()) -> SimOutcome:
-    """The run of ``seed`` in the mix with losses of ps."""
+    """Return the run of ``seed`` in the mix with losses of ps."""
     return simulate(seed, storm_scenario(seed), parts)
 
 
@@ -36,7 +36,7 @@ def storm(seed: int, parts: Parts = Parts()) -> SimOutcome:
 
 
 class DifferenceTwice(SimStore):
-    """What is said again is applied again."""
+    """Applies again what is said again."""
 
     def mirror_apply(self, mirror: int, blob: SimBlob) -> int:
         who = self.mirrors[mirror].members.get(blob.partition)
@@ -62,7 +62,7 @@ class HearsTwice(Machine):
 
 
 class ChangesLostInSweep(SimStore):
-    """A difference of what is swept already is dropped until the sweep has ended."""
+    """Drops a difference of what is swept already until the sweep has ended."""
 
     def mirror_apply(self, mirror: int, blob: SimBlob) -> int:
         who = self.mirrors[mirror].members.get(blob.partition)
@@ -92,7 +92,7 @@ class FoldMissesChanges(SimStore):
 
 
 class FencesForgotten(SimStore):
-    """Marks that come with a mirror have watermarks, but no fences."""
+    """Takes watermarks, but no fences, from marks that come with a mirror."""
 
     def _rebuilt(self, who: _SimMember, page: Page) -> Partition:
         partition = super()._rebuilt(who, page)
@@ -102,7 +102,7 @@ class FencesForgotten(SimStore):
 
 
 class MarksForgotten(SimStore):
-    """Differences bring bytes; the marks stay as the contents brought them."""
+    """Takes bytes from differences; the marks stay as the contents brought them."""
 
     def mirror_apply(self, mirror: int, blob: SimBlob) -> int:
         if blob.kind is StreamKind.CHANGE:
@@ -141,7 +141,7 @@ class TailsGoAtOnce(Machine):
 
 
 class CompleteTooEarly(Machine):
-    """A mirror counts as complete with the first member's contents."""
+    """Counts a mirror as complete with the first member's contents."""
 
     def _take_contents(self, entry: StreamEntry, mirror: int, blob: Blob) -> AppendCode:
         code = super()._take_contents(entry, mirror, blob)
@@ -161,7 +161,7 @@ class NewMirrorAhead(Machine):
 
 
 class WantsNothing(Machine):
-    """A wish that was not answered is not said again."""
+    """Does not say again a wish that was not answered."""
 
     def asks(self) -> list[Ask]:
         out = super().asks()
@@ -206,7 +206,7 @@ class AckedAtOnce(MirrorPs):
 
 
 class RepeatAckedAtOnce(MirrorPs):
-    """A push that was applied before needs no mirrors."""
+    """Waits for no mirrors of a push that was applied before."""
 
     def confirmed(self, push: _Waiting) -> bool | None:
         return True if isinstance(push.answer, Pushed) and not push.answer.applied else super().confirmed(push)
@@ -220,14 +220,14 @@ class OpenedAtOnce(MirrorPs):
 
 
 class RefusalIgnored(MirrorPs):
-    """That a mirror's ps refuses its differences does not keep it from acknowledging."""
+    """Acknowledges although a mirror's ps refuses its differences."""
 
     def confirmed(self, push: _Waiting) -> bool | None:
         return None if (self.streams.done_ticket < push.after or self.streams.levelling) and self.acked else True
 
 
 class ServesWhatIsFenced(MirrorPs):
-    """It answers whoever asks, whatever the map says."""
+    """Answers whoever asks, whatever the map says."""
 
     def on_push(
         self, worker: Any, token: Any, bitmap: bytes, skipped: bool, life: int, route: int, more: Any = ()

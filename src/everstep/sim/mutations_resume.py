@@ -1,4 +1,4 @@
-"""Bugs of resuming a whole job from a checkpoint: planted on purpose, to see that the simulator finds them.
+"""Plants bugs of resuming a whole job from a checkpoint on purpose, to see that the simulator finds them.
 
 In the position that a manifest tells, in what a resumed job makes of it, in the leases and numbers that must go on from
 the old job's, and in the rule when shards may be forgotten.
@@ -28,7 +28,7 @@ _shards_resume = Shards.resume
 
 
 def resumed(seed: int, parts: Parts = Parts()) -> SimOutcome:
-    """The run of ``seed`` in the mix in which whole jobs end and are resumed."""
+    """Return the run of ``seed`` in the mix in which whole jobs end and are resumed."""
     return simulate_resume(seed, resume_scenario(seed), parts)
 
 
@@ -36,14 +36,14 @@ def resumed(seed: int, parts: Parts = Parts()) -> SimOutcome:
 
 
 def _position_of_now(self: Shards, snapshots: Sequence[PartitionSnapshot]) -> tuple[DatasetPosition, ...]:
-    """The position as of the manifest's writing: also shards that became done after the snapshots were taken."""
+    """Return the position as of the manifest's writing: also shards that became done after the snapshots were taken."""
     return tuple(self._position(dataset, {}) for dataset in self.datasets)
 
 
 def _position_of_the_first_snapshot(
     self: Shards, snapshots: Sequence[PartitionSnapshot]
 ) -> tuple[DatasetPosition, ...]:
-    """As if all snapshots were taken at the moment of the first one's."""
+    """Return the positions as if all snapshots were taken at the moment of the first one's."""
     return _positions(self, snapshots[:1])
 
 
@@ -64,7 +64,7 @@ def _forgets_a_shard(
 def _trains_the_last_epoch_again(
     self: Shards, positions: Sequence[DatasetPosition], snapshots: Sequence[PartitionSnapshot]
 ) -> None:
-    """One finished epoch too few."""
+    """Count one finished epoch too few."""
     fewer = [DatasetPosition(p.plan, p.epochs, max(0, p.finished_epochs - 1)) for p in positions]
     _shards_resume(self, fewer, snapshots)
 
@@ -123,7 +123,7 @@ def _releases_at_once(self: Checkpoints, job: JobState, shards: Shards) -> list[
 
 
 def _releases_while_written(self: Checkpoints, job: JobState, shards: Shards, finished: bool) -> list[InstructionType]:
-    """Shards that the newest checkpoint has are released while another one is being written."""
+    """Release the shards that the newest checkpoint has while another one is being written."""
     if self.newest is None:
         return []
     lacking = shards.lacking(self.newest.snapshots)

@@ -11,7 +11,7 @@ Who = tuple[Slot, Incarnation]
 
 
 class NamedSteps:
-    """Which parts a master has ever named, and at which step each batch was begun."""
+    """Records which parts a master has ever named, and at which step each batch was begun."""
 
     def __init__(self) -> None:
         self.named: set[tuple[int, Who]] = set()
@@ -28,7 +28,7 @@ class NamedSteps:
         self.begun[(slot, incarnation), work.lease.no, work.lo, work.hi] = step
 
     def joins(self, slot: Slot, incarnation: Incarnation, works: tuple[RangeWork, ...]) -> None:
-        """A worker calls these one part of a step."""
+        """Note that a worker calls these one part of a step."""
         self._number += 1
         for work in works:
             self.parts[(slot, incarnation), work.lease.no, work.lo, work.hi] = self._number

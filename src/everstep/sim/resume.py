@@ -1,4 +1,5 @@
-"""Whole jobs that end, and others that go on from their newest checkpoint: ``everstep resume``, under virtual time.
+"""Runs whole jobs that end, and others that go on from their newest checkpoint: ``everstep resume``, under virtual
+time.
 
 All of a job is lost at once, or it is stopped, or it comes to its end by itself; then nothing of it is left but the
 files of its checkpoints. The next job begins with one of them, on other numbers of ps and workers, perhaps with another
@@ -39,9 +40,9 @@ TRY_AGAIN_S = 0.6  # a job without any checkpoint is left alone for so long
 
 
 class Resumption(msgspec.Struct, frozen=True):
-    """At ``at`` the job ends (``stopped``: it is asked to stop; else all of it is lost); the next one has so many
-    members. ``older``: the newest checkpoint is damaged, where there is another. ``hasty``: its first master dies at
-    once."""
+    """Says that at ``at`` the job ends (``stopped``: it is asked to stop; else all of it is lost); the next one has so
+    many members. ``older``: the newest checkpoint is damaged, where there is another. ``hasty``: its first master dies
+    at once."""
 
     at: float
     stopped: bool
@@ -57,7 +58,7 @@ class ResumeScenario(Scenario, frozen=True, kw_only=True, rename={"partitions": 
 
 
 def resume_scenario(seed: int) -> ResumeScenario:
-    """The scenario of ``seed`` in which whole jobs end and are resumed."""
+    """Return the scenario of ``seed`` in which whole jobs end and are resumed."""
     rng = random.Random(f"resume {seed}")
     parity = rng.choice(CODES)
     ps = least_ps(parity) + rng.choice([0, 0, 1, 2])
@@ -109,7 +110,7 @@ def resume_scenario(seed: int) -> ResumeScenario:
 
 
 class ResumedMaster(SimMaster):
-    """Its first events say where the job goes on from, as ``MasterCheckpoints.start`` has it."""
+    """Is a master whose first events say where the job goes on from, as ``MasterCheckpoints.start`` has it."""
 
     def __init__(self, sim: ResumeSimulation, life: int) -> None:
         super().__init__(sim, life)
@@ -137,7 +138,7 @@ class ResumedMaster(SimMaster):
 
 
 def tells_of_a_loss(fact: FactType) -> bool:
-    """Whether a ps may have been lost, by this."""
+    """Return whether a ps may have been lost, by this."""
     if isinstance(fact, PartitionsReady):
         return fact.how is Arrival.STUCK
     if isinstance(fact, ProcessExited | MemberSilent):
@@ -253,6 +254,6 @@ def simulate_resume(
     trace: list[str] | None = None,
     validate: bool = True,
 ) -> SimOutcome:
-    """One whole run, as ``sim.simulation.simulate``."""
+    """Make one whole run, as ``sim.simulation.simulate``."""
     sim = ResumeSimulation(seed, scenario or resume_scenario(seed), parts, trace is not None, validate)
     return sim.run_traced(trace)

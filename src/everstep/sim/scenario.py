@@ -1,4 +1,4 @@
-"""What kind of run a seed stands for: the job's size, how bad the network is, which faults strike and when."""
+"""Says what kind of run a seed stands for: the job's size, how bad the network is, which faults strike and when."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from everstep.model.shard import ShardSchedule
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True, rename={"partitions": "buckets"}):
-    """Times in virtual seconds; probabilities per message or draw; ranges are (low, high), both included."""
+    """Describes a run: times in virtual seconds; probabilities per message or draw; ranges are (low, high), both
+    included."""
 
     workers: int = 2
     ps: int = 2
@@ -74,8 +75,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, rename={"partitions": 
 
 
 def hold_of(seed: int) -> float:
-    """``Scenario.hold`` of a seed: none in half of them. It is drawn apart, so that all else of a scenario stays what
-    it was; the number is one with which the recorded seeds of nearly all planted bugs have none."""
+    """Return ``Scenario.hold`` of a seed: none in half of them. It is drawn apart, so that all else of a scenario stays
+    what it was; the number is one with which the recorded seeds of nearly all planted bugs have none."""
     return random.Random(f"hold 13280 {seed}").choice([0.0, 0.0, 0.0, 0.2, 0.5, 0.8])
 
 
@@ -98,7 +99,7 @@ FAULTS = {
 
 
 def random_scenario(seed: int) -> Scenario:
-    """The scenario of ``seed``: from calm to everything at once."""
+    """Return the scenario of ``seed``: from calm to everything at once."""
     rng = random.Random(f"scenario {seed}")
     second = rng.random() < 0.4
     names = [n for n in FAULTS if second or n not in ("cut node", "kill node")]
@@ -137,7 +138,7 @@ def random_scenario(seed: int) -> Scenario:
 
 
 def failover_scenario(seed: int) -> Scenario:
-    """Master failovers and little else: for counting them."""
+    """Return a scenario of master failovers and little else: for counting them."""
     return Scenario(
         workers=2,
         ps=1,
@@ -179,12 +180,12 @@ CODES = ["0", "1+1", "2+1", "3+1", "1+2", "2+2", "3+2"]
 
 
 def least_ps(parity: str) -> int:
-    """How many ps this parity needs."""
+    """Return how many ps this parity needs."""
     return sum(int(part) for part in parity.split("+")) or 1
 
 
 def storm_scenario(seed: int) -> Scenario:
-    """The scenario of ``seed`` where ps are lost, moved, scaled and rebuilt."""
+    """Return the scenario of ``seed`` where ps are lost, moved, scaled and rebuilt."""
     rng = random.Random(f"storm {seed}")
     parity = rng.choice(CODES)
     least = least_ps(parity)
@@ -228,7 +229,8 @@ def storm_scenario(seed: int) -> Scenario:
 
 
 def paced_scenario(seed: int) -> Scenario:
-    """The faults of ``seed`` in a job whose workers wait for each other; every third is one in which ps are lost."""
+    """Return the faults of ``seed`` in a job whose workers wait for each other; every third is one in which ps are
+    lost."""
     rng = random.Random(f"paced {seed}")
     base = storm_scenario(seed) if seed % 3 == 2 else random_scenario(seed)
     consistency = rng.choice(["sync", "sync:1", "sync:1", "bounded:1", "bounded:3"])

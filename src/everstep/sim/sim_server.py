@@ -1,4 +1,4 @@
-"""A ps that keeps mirrors, under virtual time: the real machine and streams round the simulated store.
+"""Is a ps that keeps mirrors, under virtual time: the real machine and streams round the simulated store.
 
 What is modelled of the real shell: the outbox is drained a moment after each change; one message at a time to each
 peer, said again until it is answered; pushes that wait for their mirrors, and those for partitions that are on their
@@ -43,7 +43,7 @@ CONFIRM_S = 1.5  # so long a push waits for its mirrors
 
 
 class Opening(NamedTuple):
-    """The answer to an open."""
+    """Is the answer to an open."""
 
     partitions: list[int]
     marks: list[int]
@@ -163,7 +163,7 @@ class MirrorPs(Child):
         self.moved_on()
 
     def moved_on(self) -> None:
-        """After anything that the machine or the store did."""
+        """Go on after anything that the machine or the store did."""
         if self.machine.dirty:
             self.machine.settle()
         if unexplained := self.machine.torn - self.sim.torn:  # it would be mended, and hide what lost a difference
@@ -235,7 +235,7 @@ class MirrorPs(Child):
     # ------------------------------------------------------------ other ps
 
     def look(self) -> None:
-        """Every now and then: ask what is to be asked, say again what is overdue."""
+        """Ask, every now and then, what is to be asked, say again what is overdue."""
         self.later(ASK_S, self.look)
         now = self.kernel.now
         stuck = (self.machine.version, self.machine.stuck)
@@ -254,7 +254,7 @@ class MirrorPs(Child):
         self.moved_on()
 
     def send(self) -> None:
-        """The next message to each peer that is owed something."""
+        """Send the next message to each peer that is owed something."""
         now = self.kernel.now
         for peer in self.streams.peers:
             request, until = self.feeds.get(peer, (0, 0.0))
@@ -393,7 +393,7 @@ class MirrorPs(Child):
         self.moved_on()
 
     def confirmed(self, push: _Waiting) -> bool | None:
-        """None: not yet."""
+        """Return whether it is confirmed; None: not yet."""
         if not self.acked:
             return True
         if self.streams.done_ticket < push.after or self.streams.levelling:
@@ -425,7 +425,7 @@ class MirrorPs(Child):
     # ------------------------------------------------------------ checkpoints
 
     def take_snapshots(self, checkpoint: int) -> None:
-        """What is served now, copied at once; told when it is durable."""
+        """Copy what is served now, at once; it is told when it is durable."""
         snapshots = []
         for b in self.machine.serving:
             partition = self.store.partitions[b]

@@ -26,7 +26,7 @@ TABLES = (1, 2)
 
 
 def times(page: Page, power: int) -> Page:
-    """``page * g**power``; g * g = g + 1."""
+    """Return ``page * g**power``; g * g = g + 1."""
     a, b = page
     for _ in range(power % 3):
         a, b = b, a ^ b
@@ -38,7 +38,7 @@ def plus(a: Page, b: Page) -> Page:
 
 
 class SimBlob(NamedTuple):
-    """One entry of the outbox. ``bits``: what flips (CHANGE), or the contents under ``mask``."""
+    """Is one entry of the outbox. ``bits``: what flips (CHANGE), or the contents under ``mask``."""
 
     kind: StreamKind
     partition: PartitionId
@@ -50,7 +50,7 @@ class SimBlob(NamedTuple):
 
 
 class Partition:
-    """A partition that is here. ``content``: one bit per sample of each epoch. ``absent``: bits that are not back
+    """Is a partition that is here. ``content``: one bit per sample of each epoch. ``absent``: bits that are not back
     yet."""
 
     __slots__ = ("absent", "book", "content", "seq")
@@ -72,7 +72,7 @@ class Partition:
 
 
 class _SimMember:
-    """What a mirror knows of one member."""
+    """Holds what a mirror knows of one member."""
 
     __slots__ = ("complete", "covered", "fingerprint", "folded", "heads", "marks", "seq", "weight")
 
@@ -95,7 +95,7 @@ class _SimMember:
 
 
 class SimMirror:
-    """The members' contents in one page."""
+    """Holds the members' contents in one page."""
 
     __slots__ = (
         "early",
@@ -129,7 +129,7 @@ class SimMirror:
 
 
 class SimStore:
-    """``samples``: positions in all epochs together; ``epoch_samples``: in one."""
+    """Is a store of bits. ``samples``: positions in all epochs together; ``epoch_samples``: in one."""
 
     def __init__(self, ledger: PushLedger, samples: int, epoch_samples: int) -> None:
         self.ledger = ledger  # of the partitions that are served
@@ -224,7 +224,7 @@ class SimStore:
         self._loading.add(partition)
 
     def load_end(self, partition: PartitionId, what: Partition | None) -> None:
-        """``what``: its snapshot; None: it was not read after all."""
+        """End the load. ``what``: its snapshot; None: it was not read after all."""
         self._loading.remove(partition)
         if what is not None:
             self.install(partition, what)
@@ -327,7 +327,7 @@ class SimStore:
         return AppendCode.APPLIED
 
     def check_mirror(self, mirror: int, members: dict[PartitionId, Partition]) -> None:
-        """At rest: it equals its members. Raises Violation."""
+        """Check that a mirror at rest equals its members. Raises Violation."""
         m = self.mirrors[mirror]
         want: Page = (0, 0)
         for partition, who in m.members.items():
@@ -391,7 +391,7 @@ class SimStore:
         return True
 
     def _fill(self, m: SimMirror) -> None:
-        """Bits that are folded now are back in the partitions that are early."""
+        """Bring bits that are folded now back into the partitions that are early."""
         if not m.early:
             return
         new = ((1 << self.samples) - 1) & ~m.filled
@@ -407,7 +407,7 @@ class SimStore:
             self.partitions[partition].absent &= ~new
 
     def lacks(self, bitmap: bytes, shard: int, lo: int, hi: int) -> bool:
-        """Whether rows that this range changes are still to come back in a partition that is addressed."""
+        """Return whether rows that this range changes are still to come back in a partition that is addressed."""
         bits = self._bits(shard, lo, hi)
         named = bitmap_partitions(bitmap) if bitmap else list(self.ledger.partitions)
         return any(self.partitions[PartitionId(b)].absent & bits for b in named if b in self.ledger.partitions)

@@ -1,4 +1,4 @@
-"""One run of the simulator: build the cluster, let chaos loose, heal, and check every promise.
+"""Makes one run of the simulator: build the cluster, let chaos loose, heal, and check every promise.
 
 ``simulate(seed)`` raises ``Violation`` if a promise is broken, an ``AssertionError`` of the brain if an invariant is;
 else it returns what happened. The last act of every run is to read the whole journal as bytes, replay it through a
@@ -42,7 +42,7 @@ _events = msgspec.msgpack.Decoder(list[Event])
 
 
 class Parts(NamedTuple):
-    """The code under test. Mutations replace some of it."""
+    """Names the code under test. Mutations replace some of it."""
 
     brain: type[Brain] = Brain
     watch: type[HeartbeatWatch] = HeartbeatWatch
@@ -169,13 +169,13 @@ class Simulation:
             self.kernel.stopped = True
 
     def server_of(self, slot: Slot, incarnation: Incarnation) -> Any:
-        """The process that a worker's map names; None: it never was."""
+        """Return the process that a worker's map names; None: it never was."""
         if self.scenario.mirrors:
             return self.lives.get((slot, incarnation))
         return self.servers[slot]
 
     def snapshot_of(self, checkpoint: int, partition: PartitionId) -> Partition:
-        """What the manifest of ``checkpoint`` names for ``partition``."""
+        """Return what the manifest of ``checkpoint`` names for ``partition``."""
         return self.files[self.manifests[checkpoint].snapshots[partition].files[0].path]
 
     def lease_current(self, brain: Brain, lease: Lease) -> bool:
@@ -185,7 +185,7 @@ class Simulation:
     # ------------------------------------------------------------ faults
 
     def held(self) -> bool:
-        """Whether what holds a worker up now is its script, and no signal."""
+        """Return whether what holds a worker up now is its script, and no signal."""
         return self.scenario.vouch and random.Random(f"held {self.seed} {self.faults}").random() < 0.5
 
     def strike(self, fault: str) -> None:
@@ -234,7 +234,7 @@ class Simulation:
             self.restart_ps(rng.choice(list(self.servers.values())))
 
     def strike_ps(self, fault: str, worker: Worker | None) -> None:
-        """A fault of a ps that keeps mirrors; those that lose it, only while it can be borne."""
+        """Strike with a fault of a ps that keeps mirrors; those that lose it, only while it can be borne."""
         rng, kernel = self.kernel.rng, self.kernel
         if fault == "scale ps":
             self.record(ScaleAsked(Role.PS, rng.randint(*self.scenario.ps_range)))
@@ -285,8 +285,8 @@ class Simulation:
             ps.exit(-9)
 
     def may_lose(self, ps: MirrorPs) -> bool:
-        """Whether every partition can still be had without this ps and those whose loss the master has not noticed yet.
-        If so, its loss is noted."""
+        """Return whether every partition can still be had without this ps and those whose loss the master has not
+        noticed yet. If so, its loss is noted."""
         brain = self.master.brain
         placement = brain.placement
         if not self.master.alive or placement is None or brain.job.over or self.master.outdated():
@@ -302,8 +302,8 @@ class Simulation:
         return True
 
     def may_tear(self, mirror: int) -> bool:
-        """Whether every partition can still be had without this mirror, and those whose tear the master has not heard
-        of. If so, it is noted."""
+        """Return whether every partition can still be had without this mirror, and those whose tear the master has not
+        heard of. If so, it is noted."""
         placement = self.master.brain.placement
         if not self.master.alive or placement is None or self.master.brain.job.over or self.master.outdated():
             return False
@@ -314,7 +314,7 @@ class Simulation:
         return False
 
     def _bearable(self, placement: Placement, gone: set[Slot]) -> bool:
-        """Whether every partition could be had without the ps ``gone`` and the torn mirrors."""
+        """Return whether every partition could be had without the ps ``gone`` and the torn mirrors."""
         keeper = self.master.brain.keeper
         for switched in (False, True):  # a mirror's "ready" may be on its way: then the partition goes to who is lost
             builder = keeper.builder()
@@ -332,7 +332,7 @@ class Simulation:
         return True
 
     def outlived(self, life: PeerKey, partition: PartitionId) -> bool:
-        """Whether the map does not name this life of a ps, which still runs, as the owner of ``partition``."""
+        """Return whether the map does not name this life of a ps, which still runs, as the owner of ``partition``."""
         placement = self.master.brain.placement
         if placement is None:
             return False
@@ -405,7 +405,7 @@ class Simulation:
             self.master.record(ScaleAsked(Role.WORKER, count))
 
     def heal(self) -> None:
-        """The end of all faults."""
+        """End all faults."""
         self.kernel.say("HEAL", "")
         self.healed = True
         net = self.net
@@ -488,7 +488,7 @@ class Simulation:
             self.kernel.after(self.scenario.master_every_s * (0.5 + self.kernel.random()), self.kill_again)
 
     def replay(self) -> None:
-        """The journal as bytes, through a fresh brain: the same state, from snapshots or from the start."""
+        """Replay the journal as bytes, through a fresh brain: the same state, from snapshots or from the start."""
         log = [event for event, _ in self.disk.log]
         fresh = self.parts.brain()
         for event in _events.decode(_encoder.encode(log)):
@@ -503,7 +503,7 @@ class Simulation:
         return f"{epochs}, leases {held}, processes {[str(p) for p in self.processes]}"
 
     def say_event(self, master: SimProcess, event: Event, instructions: list[Any]) -> None:
-        """The trace of one brain step."""
+        """Write the trace of one brain step."""
         self.kernel.say(master, f"{event.sender}: {event.fact!r:.160}")
         for i in instructions:
             text = repr(i.answer) if isinstance(i, Reply) else str(i.decision) if isinstance(i, Note) else repr(i)
@@ -517,6 +517,7 @@ def simulate(
     trace: list[str] | None = None,
     validate: bool = True,
 ) -> SimOutcome:
-    """One whole run. ``trace``: lines are appended to it. Raises Violation or AssertionError if a promise broke."""
+    """Make one whole run. ``trace``: lines are appended to it. Raises Violation or AssertionError if a promise
+    broke."""
     sim = Simulation(seed, scenario or random_scenario(seed), parts, trace is not None, validate)
     return sim.run_traced(trace)

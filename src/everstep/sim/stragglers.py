@@ -1,4 +1,5 @@
-"""Jobs with slow workers, under virtual time: the real policies and the real check of plans, for hours in a second.
+"""Runs jobs with slow workers, under virtual time: the real policies and the real check of plans, for hours in a
+second.
 
 A worker computes a sample in ``SAMPLE_S`` times the factor that its pattern gives it at that moment; a step of a
 synchronous job lasts as long as its slowest worker, plus ``SYNC_SHARE`` of a healthy batch. Only relations count: the
@@ -34,7 +35,7 @@ HOME, SPARE = NodeId("node0"), NodeId("spare")
 
 
 class Pattern(Protocol):
-    """How slow each worker is: ``factor`` at time ``t``, and until when that holds (later than ``t``)."""
+    """Says how slow each worker is: ``factor`` at time ``t``, and until when that holds (later than ``t``)."""
 
     def at(self, worker: int, t: float) -> tuple[float, float]: ...
 
@@ -73,7 +74,8 @@ class Spells:
 
 
 class Recorded:
-    """``rows[k][worker]``: factor in the k-th span of ``width``; it begins again at its end."""
+    """Plays recorded slowness. ``rows[k][worker]``: factor in the k-th span of ``width``; it begins again at its
+    end."""
 
     def __init__(self, rows: Sequence[Sequence[float]], width: float) -> None:
         self.rows, self.width = rows, width
@@ -237,7 +239,8 @@ def _seen(
 
 
 def with_backup(pattern: Pattern, n: int, samples: int, backup: int = 1) -> Result:
-    """A step ends with the fastest ``n - backup``; what the others computed is dropped, and counts as not trained."""
+    """Return the result where a step ends with the fastest ``n - backup``; what the others computed is dropped, and
+    counts as not trained."""
     t, done = 0.0, 0
     while done < samples:
         ends = sorted(finish(pattern, i, t, 1.0) for i in range(n))
@@ -247,8 +250,8 @@ def with_backup(pattern: Pattern, n: int, samples: int, backup: int = 1) -> Resu
 
 
 def asynchronous(pattern: Pattern, n: int, samples: int, shared: bool) -> Result:
-    """Nobody waits for anybody. ``shared``: who is done takes the next batch; else everybody has its part from the
-    beginning."""
+    """Return the result where nobody waits for anybody. ``shared``: who is done takes the next batch; else everybody
+    has its part from the beginning."""
     if not shared:
         parts = even(samples // BATCH, n)
         return Result(max(finish(pattern, i, 0.0, parts[i] * (1.0 + SYNC_SHARE)) for i in range(n)))
@@ -264,5 +267,5 @@ def asynchronous(pattern: Pattern, n: int, samples: int, shared: bool) -> Result
 
 
 def ceiling(n: int, s: float) -> float:
-    """What dividing without loss can gain at best, where one of ``n`` is ``s`` times slower all the time."""
+    """Return what dividing without loss can gain at best, where one of ``n`` is ``s`` times slower all the time."""
     return (s * (n - 1) + 1) / n

@@ -23,12 +23,12 @@ _MASK = (1 << 64) - 1
 
 @lru_cache(maxsize=4096)
 def epoch_fingerprint(epoch_key: int, samples: int) -> int:
-    """The order-free fingerprint that every partition must show after one whole epoch."""
+    """Return the order-free fingerprint that every partition must show after one whole epoch."""
     return batch_fingerprint(epoch_key << 32, 0, samples)
 
 
 class Truth:
-    """Counts of one job: ``plan`` (dataset 0), ``epochs``, ``partitions``."""
+    """Holds the counts of one job: ``plan`` (dataset 0), ``epochs``, ``partitions``."""
 
     def __init__(self, plan: ShardSchedule, epochs: int, partitions: int) -> None:
         self.plan, self.epochs, self.partitions = plan, epochs, partitions
@@ -92,7 +92,8 @@ class Truth:
     def applies(
         self, ps: Slot, partition: PartitionId, shard: ShardKey, lo: int, hi: int, lease: LeaseNo, skipped: bool = False
     ) -> None:
-        """``ps`` applied positions ``[lo, hi)`` to ``partition`` (``skipped``: moved its watermark over them)."""
+        """Note that ``ps`` applied positions ``[lo, hi)`` to ``partition`` (``skipped``: moved its watermark over
+        them)."""
         if lease != self.fence.get((ps, shard)):
             raise Violation(f"ps:{ps} applied [{lo}, {hi}) of shard {shard:x} by the fenced lease {lease:x}")
         _, epoch, index = split_key(shard)
@@ -125,7 +126,7 @@ class Truth:
                 )
 
     def releases(self, ps: Slot, shards: tuple[ShardKey, ...]) -> None:
-        """The master let ``ps`` forget ``shards``."""
+        """Note that the master let ``ps`` forget ``shards``."""
         for shard in shards:
             if shard not in self.done:
                 raise Violation(f"shard {shard:x} released before it was done")
@@ -157,7 +158,7 @@ class Truth:
     # ------------------------------------------------------------ at the master
 
     def grants(self, worker: Slot, incarnation: Incarnation, ask: int, lease: Lease, current: bool) -> None:
-        """The answer to an ask. ``current``: the lease of the answer before this one still stands."""
+        """Note the answer to an ask. ``current``: the lease of the answer before this one still stands."""
         key = (worker, incarnation, ask)
         before = self.granted.get(key)
         if before is not None and before.no != lease.no and current:
@@ -184,7 +185,7 @@ class Truth:
     # ------------------------------------------------------------ at the end
 
     def finished(self, fingerprints: dict[int, int]) -> None:
-        """Every position of every epoch in every partition once, and the ps's own fingerprints say the same."""
+        """Check every position of every epoch in every partition once, and the ps's own fingerprints say the same."""
         for epoch, counts in enumerate(self.counts):
             for partition, row in enumerate(counts):
                 if not all(row):

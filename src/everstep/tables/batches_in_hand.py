@@ -1,4 +1,4 @@
-"""The batches that a script of mode ps has and that no step has consumed. Pure.
+"""Holds the batches that a script of mode ps has and that no step has consumed. Pure.
 
 One iteration after the other::
 
@@ -27,17 +27,17 @@ class BatchesInHand:
 
     @property
     def kept(self) -> bool:
-        """Whether batches of iterations that are over wait for a step."""
+        """Return whether batches of iterations that are over wait for a step."""
         return bool(self._kept)
 
     @property
     def learnt(self) -> bool:
-        """Whether the script has gradients of the kept batches that are not zeroed."""
+        """Return whether the script has gradients of the kept batches that are not zeroed."""
         return any(learnt for _, learnt in self._kept)
 
     @property
     def samples(self) -> int:
-        """All that no step has consumed."""
+        """Return all that no step has consumed."""
         left = self.left
         return samples_of(self._kept) + (0 if left is None else left.hi - left.lo)
 
@@ -58,7 +58,7 @@ class BatchesInHand:
         self._kept = [(work, False) for work, _ in self._kept]
 
     def take_left(self) -> RangeWork | None:
-        """What is left of the batch in hand, which is the caller's now."""
+        """Return what is left of the batch in hand, which is the caller's now."""
         left, self.left = self.left, None
         return left
 

@@ -267,7 +267,7 @@ def _in_body(
 
 
 class Ticket:
-    """Waits for answers that are still to come. ``wait`` raises what went wrong."""
+    """Is a wait for answers that are still to come. ``wait`` raises what went wrong."""
 
     def __init__(self, client: PsClient, n: int) -> None:
         self._client = client

@@ -1,4 +1,4 @@
-"""A step that a worker of mode ps has computed: the batches that it consumes, and the gradients that are pushed."""
+"""Is a step that a worker of mode ps has computed: the batches that it consumes, and the gradients that are pushed."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ Consumed = tuple[RangeWork, bool]
 
 
 def key_of(work: RangeWork) -> StepKey:
-    """The key of the step whose first work is ``work``."""
+    """Return the key of the step whose first work is ``work``."""
     return work.lease.no, work.life, work.lo
 
 
 def samples_of(works: Sequence[Consumed]) -> int:
-    """The number of samples of ``works``."""
+    """Return the number of samples of ``works``."""
     return sum(work.hi - work.lo for work, _ in works)
 
 
 def learnt_samples(works: Sequence[Consumed]) -> int:
-    """The number of those samples of ``works`` from which something was learnt."""
+    """Return the number of those samples of ``works`` from which something was learnt."""
     return sum(work.hi - work.lo for work, learnt in works if learnt)
 
 
 class ComputedStep(NamedTuple):
-    """A computed step. ``payload``: None where there is nothing to apply. ``counted``: samples that it has learnt from
-    (sync: workers' steps are weighed by them). ``skipped``: its gradient was not finite."""
+    """Is a computed step. ``payload``: None where there is nothing to apply. ``counted``: samples that it has learnt
+    from (sync: workers' steps are weighed by them). ``skipped``: its gradient was not finite."""
 
     works: tuple[Consumed, ...]
     payload: StepPayload | None
@@ -55,14 +55,15 @@ class ComputedStep(NamedTuple):
 
 
 class StepPayload(HeldRows):
-    """The gradients of one push. They are kept until every ps has acknowledged them and no link holds them any more."""
+    """Holds the gradients of one push. They are kept until every ps has acknowledged them and no link holds them any
+    more."""
 
     __slots__ = ("bad", "parts", "rates", "router", "seen", "step", "tables")
 
     def __init__(
         self, tables: list[TableRows], holders: list[BatchRows], router: Router, rates: dict[TableId, Rate]
     ) -> None:
-        """``tables``: rows grouped by ``router``; ``holders``: their memory, which ``settle`` frees."""
+        """Take ``tables``: rows grouped by ``router``; ``holders``: their memory, which ``settle`` frees."""
         super().__init__(holders)
         self.tables, self.router, self.rates = tables, router, rates
         self.parts: list[list[RowsPart]] = []  # by position of the ps, once ``route`` was called
@@ -71,7 +72,7 @@ class StepPayload(HeldRows):
         self.seen: list[TableRows] = []  # of ``tables``: those that lie where the script sees its gradient
 
     def route(self, router: Router) -> None:
-        """Group the gradients by ``router``, if they are not."""
+        """Sort the gradients by ``router``, if they are not."""
         if self.router.version == router.version and self.parts:
             return
         for i, rows in enumerate(self.tables):

@@ -1,4 +1,4 @@
-"""When the steps of one worker may begin, how large they are, and which of them go to the ps. Pure.
+"""Decides when the steps of one worker may begin, how large they are, and which of them go to the ps. Pure.
 
 Consistency async: each step goes at once. Bounded: the same, and ``gate`` says when the next batch may begin. Sync:
 what a worker computes for one step of the job is its *part*, of one or several of its own steps. A part is complete
@@ -40,13 +40,13 @@ _NOTHING: tuple[Judged, ...] = ()
 
 
 class PartSize(NamedTuple):
-    """Samples of this worker's part of a step, and of the largest batch of it. 0: no plan says so."""
+    """Counts samples of this worker's part of a step, and of the largest batch of it. 0: no plan says so."""
 
     samples: int = 0
     batch: int = 0
 
     def next(self, done: int) -> int:
-        """Samples of the next batch of a part that has ``done``: batches as alike as they can be."""
+        """Return samples of the next batch of a part that has ``done``: batches as alike as they can be."""
         left = max(1, self.samples - done)
         return -(-left // -(-left // self.batch))
 
@@ -57,7 +57,7 @@ class StepAdmission:
     __slots__ = ("_hand", "_judged", "_part", "_size", "accumulates", "gate", "largest_batch", "loader_batch", "sync")
 
     def __init__(self, consistency: Consistency, slot: Slot, incarnation: Incarnation, hand: BatchesInHand) -> None:
-        """``hand``: what the script has and no step has consumed; it counts for the size of a part."""
+        """Take ``hand``: what the script has and no step has consumed; it counts for the size of a part."""
         self._hand = hand
         self.gate = StalenessGate(consistency, slot, incarnation) if consistency.kind != "async" else None
         self.sync = consistency.kind == "sync"
@@ -90,11 +90,11 @@ class StepAdmission:
 
     @property
     def one_pass(self) -> int:
-        """Samples of the loader's batch that fit at once."""
+        """Return samples of the loader's batch that fit at once."""
         return min(self.loader_batch, self.largest_batch or self.loader_batch)
 
     def next_batch(self) -> int:
-        """Samples of the next batch of the part under way."""
+        """Return samples of the next batch of the part under way."""
         return self._size.next(self._done()) if self._size.samples else self.one_pass
 
     def size(self) -> int:
@@ -108,8 +108,8 @@ class StepAdmission:
         return samples / self._size.samples if self._size.samples else 1.0
 
     def _size_of_step(self) -> PartSize:
-        """What to take of a step: by a plan, or in several passes because a batch of the loader does not fit; else it
-        is one batch of the loader."""
+        """Return what to take of a step: by a plan, or in several passes because a batch of the loader does not fit;
+        else it is one batch of the loader."""
         assert self.gate is not None
         told: BatchShare | None = None if self.accumulates else self.gate.portion()
         batch, fits = self.loader_batch, self.largest_batch
@@ -145,11 +145,11 @@ class StepAdmission:
         return self._judge(self.gate.ready(works, dropped, sum(step.counted for step in part), more))
 
     def turn(self, turn: Turn) -> tuple[Judged, ...]:
-        """A word of the master: who may go on."""
+        """Take a word of the master: who may go on."""
         return self._judge(self.gate.turn(turn)) if self.gate is not None else _NOTHING
 
     def due(self, again: bool = False) -> WorkerClock | None:
-        """What to tell the master now; None: it knows all that it needs. ``again``: it may have forgotten."""
+        """Return what to tell the master now; None: it knows all that it needs. ``again``: it may have forgotten."""
         return self.gate.due(again) if self.gate is not None else None
 
     def _judge(self, verdict: Verdict | None) -> tuple[Judged, ...]:

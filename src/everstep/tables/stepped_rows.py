@@ -1,4 +1,4 @@
-"""What a script's step applies to rows of tables, and what it makes of them. Pure."""
+"""Works out what a script's step applies to rows of tables, and what it makes of them. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from everstep.tables.step_pushes import Owed
 
 
 class Stepped(NamedTuple):
-    """What the script's step applies to one table: keys int64 [n], gradients float32 [n, dim] and what it goes by."""
+    """Is what the script's step applies to one table: keys int64 [n], gradients float32 [n, dim] and what it goes
+    by."""
 
     table: TableId
     keys: NDArray[np.int64]
@@ -25,8 +26,8 @@ class Stepped(NamedTuple):
 
 
 class PeekedRows(NamedTuple):
-    """Rows that exist: keys int64 [n], values float32 [n, dim], optimizer state float32 [n, floats], and whether what
-    was asked for is in them, bool [n]."""
+    """Holds rows that exist: keys int64 [n], values float32 [n, dim], optimizer state float32 [n, floats], and whether
+    what was asked for is in them, bool [n]."""
 
     keys: NDArray[np.int64]
     values: NDArray[np.float32]
@@ -35,7 +36,8 @@ class PeekedRows(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """Rows of a table with the steps of an iteration applied. ``keys`` int64 [n] ascending, ``values`` [n, dim]."""
+    """Holds rows of a table with the steps of an iteration applied. ``keys`` int64 [n] ascending, ``values`` [n,
+    dim]."""
 
     keys: NDArray[np.int64]
     values: NDArray[np.float32]
@@ -54,7 +56,7 @@ class Ahead(NamedTuple):
         return cls(keys, values)
 
     def put(self, keys: NDArray[np.int64], values: NDArray[np.float32]) -> None:
-        """Into ``values`` [m, dim] of ``keys`` [m], in place."""
+        """Put the rows into ``values`` [m, dim] of ``keys`` [m], in place."""
         if not len(self.keys):
             return
         at = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
@@ -63,8 +65,8 @@ class Ahead(NamedTuple):
 
 
 def in_intervals(owed: Owed, content: list[Stepped]) -> list[tuple[Owed, list[Stepped]]]:
-    """``owed`` as intervals in each of which a table is stepped once; what was held back goes with the first. Raises
-    ScriptError if it has too few positions."""
+    """Return ``owed`` as intervals in each of which a table is stepped once; what was held back goes with the first.
+    Raises ScriptError if it has too few positions."""
     parts: list[list[Stepped]] = [[]]
     for found in content:
         nth = sum(found.table == other.table for part in parts for other in part)

@@ -1,4 +1,4 @@
-"""The chief: who evaluates and saves, and what the job does once."""
+"""Appoints the chief: who evaluates and saves, and what the job does once."""
 
 from __future__ import annotations
 

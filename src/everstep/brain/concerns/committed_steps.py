@@ -1,4 +1,4 @@
-"""Steps that a group committed: how far the data is, and which generation has met."""
+"""Records the steps that a group committed: how far the data is, and which generation has met."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which concerns a job has: the one place in the brain that knows modes."""
+"""Says which concerns a job has: the one place in the brain that knows modes."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from everstep.brain.concerns.training import GroupTraining, LeaseTraining, Train
 
 
 class Concerns:
-    """The concerns of one job. ``own``: those that only its way of training has. ``all``: in the order in which they
-    settle."""
+    """Holds the concerns of one job. ``own``: those that only its way of training has. ``all``: in the order in which
+    they settle."""
 
     __slots__ = (
         "all",

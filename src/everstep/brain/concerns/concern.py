@@ -1,4 +1,5 @@
-"""What every concern of the brain has: the state, the other concerns, handlers by fact, what it settles and asserts."""
+"""Is what every concern of the brain has: the state, the other concerns, handlers by fact, what it settles and
+asserts."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ END = Reply(EndOfData())
 
 
 class Concern:
-    """Base of a concern. Its state is a part of :class:`State`, which all concerns read; it keeps nothing else between
-    two events. ``concerns``: the others of this job."""
+    """Is the base of a concern. Its state is a part of :class:`State`, which all concerns read; it keeps nothing else
+    between two events. ``concerns``: the others of this job."""
 
     __slots__ = ("checkpoints", "concerns", "duty", "job", "members", "shards", "state")
 
@@ -35,7 +36,7 @@ class Concern:
         self.checkpoints, self.duty = state.checkpoints, state.duty
 
     def handlers(self) -> Handlers:
-        """What this concern does about which facts. Each kind of fact has one handler in a job."""
+        """Return what this concern does about which facts. Each kind of fact has one handler in a job."""
         return {}
 
     def before(self, event: Event) -> None:
@@ -54,7 +55,7 @@ class Concern:
         return self.job.finish(Phase.FAILED, exit_code, error)
 
     def fence_worker(self, slot: Slot, incarnation: Incarnation) -> Reply:
-        """The answer to a process that does not fill the slot of this worker any more."""
+        """Return the answer to a process that does not fill the slot of this worker any more."""
         record = self.members.workers.get(slot)
         if record is None:
             return Reply(Fenced(f"worker:{slot} is not a member of this job"))
@@ -62,6 +63,6 @@ class Concern:
 
 
 def fenced(role: Role, slot: Slot, incarnation: Incarnation, record: SlotRecord) -> Reply:
-    """The answer to a process that was replaced in its slot."""
+    """Return the answer to a process that was replaced in its slot."""
     now = record.member
     return Reply(Fenced(f"{role}:{slot} #{incarnation} was replaced (the slot is #{now.incarnation}, {now.state})"))

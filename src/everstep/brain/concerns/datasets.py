@@ -12,7 +12,7 @@ from everstep.model.shard import split_key
 
 
 class DatasetConcern(Concern):
-    """Which data the job trains on: the same for all workers."""
+    """Decides which data the job trains on: the same for all workers."""
 
     __slots__ = ()
 

@@ -84,7 +84,7 @@ class EndingConcern(Concern):
         return [self.concerns.processes.send_away(record, why) for record in records]
 
     def _stop_when_saved(self, at: float) -> Out:
-        """Towards the end of a job that was asked to stop with a last checkpoint, committed or given up."""
+        """Go towards the end of a job that was asked to stop with a last checkpoint, committed or given up."""
         if self.rests and any(s.running for s in self.members.workers.values()):
             return []
         suspending = bool(self.state.supervision.suspending)
@@ -124,8 +124,9 @@ class EndingConcern(Concern):
         words: str = "its script had ended, and buckets went back to what is older than its result",
         what: str = "buckets were lost while scripts ended",
     ) -> Out:
-        """Partitions of a group's tables go back to what is older than the state that its scripts end with. Whose
-        script had ended runs it again, once the others have ended too: from them it would copy what does not count."""
+        """Handle that partitions of a group's tables go back to what is older than the state that its scripts end with.
+        Whose script had ended runs it again, once the others have ended too: from them it would copy what does not
+        count."""
         out: Out = []
         ended = [record for record in self.members.workers.values() if record.finished]
         for record in ended:

@@ -91,7 +91,7 @@ class Generations(GroupPart):
             records[0].stopping, records[0].avoid = False, None
 
     def _awaited(self) -> bool:
-        """Whether a process is on its way that could take over the state of those who leave."""
+        """Return whether a process is on its way that could take over the state of those who leave."""
         return any(
             record.running and not record.stopping and not self.facts.has_left(record) and not self.facts.trains(record)
             for record in self.members.workers.values()
@@ -216,7 +216,7 @@ class Generations(GroupPart):
         return [*out, PublishGroup(group, self._why(f"group {group.generation}", words))]
 
     def _dismiss(self) -> list[InstructionType]:
-        """Whoever was to leave the last group has nothing to leave any more."""
+        """Dismiss whoever was to leave the last group: there is nothing to leave any more."""
         books = self.books
         self.facts.set_leavers([])
         told = {(slot, incarnation) for slot, incarnation in books.dismissed}

@@ -1,4 +1,4 @@
-"""The group of workers that train one replicated model: they ask, follow, leave, stall and commit."""
+"""Handles what the group of workers says that train one replicated model: they ask, follow, leave, stall and commit."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class GroupConcern(Concern):
-    """What workers say of their group. Only in jobs that train in one; ``brain.group`` has its rules."""
+    """Handles what workers say of their group. Only in jobs that train in one; ``brain.group`` has its rules."""
 
     __slots__ = ("_askers", "_left", "_stalls", "generations", "groups", "splits", "steps")
 
@@ -65,7 +65,8 @@ class GroupConcern(Concern):
         self._left = type(event.fact) is not StepsCommitted and self.groups.last_ones_leave()
 
     def settle(self, event: Event, out: Out) -> Out:
-        """The next generation, if anything calls for one; a checkpoint, while somebody is there who can write it."""
+        """Return the next generation, if anything calls for one; a checkpoint, while somebody is there who can write
+        it."""
         if type(event.fact) is StepsCommitted:  # (many, and what follows from them is in their handler)
             return []
         more = self._save_for_leavers(self._left, event.at)
@@ -164,7 +165,8 @@ class GroupConcern(Concern):
         return [self.groups.grouped(0), *out]
 
     def _save_for_leavers(self, before: bool, at: float) -> Out:
-        """A checkpoint if the last ones that have the state were asked to go just now (``before``: they had been)."""
+        """Order a checkpoint if the last ones that have the state were asked to go just now (``before``: they had
+        been)."""
         out: Out = []
         if not before and self.groups.last_ones_leave():
             more = self.groups.steps_on()

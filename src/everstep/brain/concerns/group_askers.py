@@ -1,4 +1,4 @@
-"""What workers ask of their group: to enter, to follow, to leave."""
+"""Handles what workers ask of their group: to enter, to follow, to leave."""
 
 from __future__ import annotations
 

@@ -45,8 +45,8 @@ class GroupEndingConcern(Concern):
         return (writing.manifest or writing.partial) is not None  # (else the one that writes it may be lost yet)
 
     def _final_replica(self, at: float) -> Out:
-        """Mode allreduce: the first worker whose script is over writes what the job ends with; another one, if it is
-        lost before that is done."""
+        """Have the model written, in mode allreduce: the first worker whose script is over writes what the job ends
+        with; another one, if it is lost before that is done."""
         checkpoints, groups = self.checkpoints, self.state.groups
         if not groups.origin or not ends_with_checkpoint(self.job.spec):
             return []

@@ -1,4 +1,4 @@
-"""What follows from what is known of a group: who is in it, who has its state, who may enter or leave it."""
+"""Says what follows from what is known of a group: who is in it, who has its state, who may enter or leave it."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class GroupFacts:
 
     @property
     def start(self) -> tuple[Mark, int]:
-        """Where a new line begins: the mark, and the checkpoint that has it."""
+        """Return where a new line begins: the mark, and the checkpoint that has it."""
         return replica_start(self.checkpoints)
 
     @property
     def saving(self) -> bool:
-        """Whether a checkpoint is being written: who has the only state stays for it."""
+        """Return whether a checkpoint is being written: who has the only state stays for it."""
         return self.checkpoints.writing is not None
 
     @property
@@ -77,24 +77,24 @@ class GroupFacts:
         return self.members.current(Role.WORKER, slot, incarnation)
 
     def ask_of(self, record: SlotRecord) -> Asker | None:
-        """What this process asked; None: nothing, or a process before it in its slot did."""
+        """Return what this process asked; None: nothing, or a process before it in its slot did."""
         ask = self.books.asked.get(record.member.slot)
         return ask if ask is not None and ask.incarnation == record.member.incarnation else None
 
     def member(self, record: SlotRecord) -> bool:
-        """Whether this process is in the group published last."""
+        """Return whether this process is in the group published last."""
         group, m = self.books.group, record.member
         return m.role is Role.WORKER and group is not None and group.rank(m.slot, m.incarnation) >= 0
 
     def trains(self, record: SlotRecord) -> bool:
-        """Whether this process may be in the midst of a step: in the group, or on its way out of it."""
+        """Return whether this process may be in the midst of a step: in the group, or on its way out of it."""
         m = record.member
         if m.role is not Role.WORKER or (self.leaver(record) is None and not self.member(record)):
             return False
         return [m.slot, m.incarnation] not in self.books.dismissed
 
     def leaver(self, record: SlotRecord) -> Leaver | None:
-        """What is noted of this process while it is on its way out of the group."""
+        """Return what is noted of this process while it is on its way out of the group."""
         return self.leaving_now().get((record.member.slot, record.member.incarnation))
 
     def leaving_now(self) -> dict[tuple[Slot, Incarnation], Leaver]:
@@ -125,15 +125,15 @@ class GroupFacts:
         return any(map(self.holds, members)) or self._leads_on(members)
 
     def _leads_on(self, members: tuple[GroupMember, ...]) -> bool:
-        """Whether nobody is beyond the state of one on its way out by steps that nobody left can tell of: those who
-        only copied theirs may be, where all of them came after it had left."""
+        """Return whether nobody is beyond the state of one on its way out by steps that nobody left can tell of: those
+        who only copied theirs may be, where all of them came after it had left."""
         entered = self.books.entered
         staying = [m.slot for m in members if self.living(m.slot, m.incarnation) is not None]
         first = min((entered[slot][1] for slot in staying if slot in entered), default=0)
         return any(self.holds(x.member) and first <= x.generation for x in self.books.leavers)
 
     def joining(self) -> tuple[GroupMember, ...]:
-        """Living workers that asked and are not in the group, by slot."""
+        """Return living workers that asked and are not in the group, by slot."""
         return tuple(self.newcomers(False))
 
     def last_ones_leave(self) -> bool:
@@ -143,7 +143,7 @@ class GroupFacts:
         return bool(holders) and all(map(self.leaves, holders)) and not self.data_done()
 
     def view(self) -> Group | None:
-        """The group published last, with who is joining now; None: nobody of it is left."""
+        """Return the group published last, with who is joining now; None: nobody of it is left."""
         group = self.books.group
         if group is None or self.void or not self.goes_on(group.members):
             return None
@@ -151,7 +151,7 @@ class GroupFacts:
         return msgspec.structs.replace(group, joining=self.joining(), over=over)
 
     def words(self, record: SlotRecord) -> str:
-        """What a worker is in the group, for displays: ``rank 2``, ``joining``, ``leaving``; "" if nothing."""
+        """Return what a worker is in the group, for displays: ``rank 2``, ``joining``, ``leaving``; "" if nothing."""
         group, m = self.books.group, record.member
         rank = group.rank(m.slot, m.incarnation) if group is not None else -1
         if not record.running or m.role is not Role.WORKER:
@@ -165,13 +165,13 @@ class GroupFacts:
         return "joining" if group is not None else "waits for the group"
 
     def data_done(self) -> bool:
-        """Whether every epoch that was asked for is committed."""
+        """Return whether every epoch that was asked for is committed."""
         datasets = [d for d in self.shards.datasets if d.epochs_known]
         return bool(datasets) and all(self.books.cursors.get(d.number, (0, 0))[0] >= d.epochs_known for d in datasets)
 
     def newcomers(self, synced: bool, members: bool = False) -> list[GroupMember]:
-        """Living workers that asked and do not want to leave. ``synced``: only those that have followed the group;
-        ``members``: also those in the group."""
+        """Return living workers that asked and do not want to leave. ``synced``: only those that have followed the
+        group; ``members``: also those in the group."""
         out: list[GroupMember] = []
         group = self.books.group
         inside = {(m.slot, m.incarnation) for m in group.members} if group is not None and not members else set()
@@ -191,15 +191,15 @@ class GroupFacts:
         return Reply(Grouped(self.view(), self.books.cursor(dataset)))
 
     def steps_on(self) -> bool:
-        """Whether members have surely committed more than was told, which is so while they train: they tell it every
-        50 ms, and take less for most steps."""
+        """Return whether members have surely committed more than was told, which is so while they train: they tell it
+        every 50 ms, and take less for most steps."""
         books = self.books
         group = books.group
         trains = group is not None and bool(group.members) and not group.hold and not self.data_done()
         return trains and books.confirmed >= books.origin
 
     def said_done(self, record: SlotRecord) -> bool:
-        """Whether this process told that its script came to its end, with all data trained."""
+        """Return whether this process told that its script came to its end, with all data trained."""
         m = record.member
         return self.has_ended(record) and self.data_done() and self.living(m.slot, m.incarnation) is not None
 
@@ -211,12 +211,12 @@ class GroupFacts:
         return not any(living(slot, life) is not None for slot, life in self.books.passed.items())
 
     def has_ended(self, record: SlotRecord) -> bool:
-        """Whether this process told that its script came to its end."""
+        """Return whether this process told that its script came to its end."""
         ask = self.ask_of(record)
         return ask is not None and ask.leaving is LeaveReason.DONE
 
     def has_state(self, record: SlotRecord) -> bool:
-        """Whether this process has the state of all committed steps for certain."""
+        """Return whether this process has the state of all committed steps for certain."""
         group, m = self.books.group, record.member
         life = (m.slot, m.incarnation)
         known = [group.members[rank]] if group is not None and (rank := group.rank(*life)) >= 0 else []
@@ -225,7 +225,8 @@ class GroupFacts:
         return not self.void and any(map(self.holds, known))
 
     def ended_well(self, record: SlotRecord) -> bool:
-        """Of one that ended with status 0 though it was to leave: whether its script had come to its end before."""
+        """Return, of one that ended with status 0 though it was to leave, whether its script had come to its end
+        before."""
         return self.said_done(record) or (self.data_done() and self.member(record) and self.trains(record))
 
     def lose(self, lives: Iterable[tuple[Slot, Incarnation]]) -> None:
@@ -241,7 +242,7 @@ class GroupFacts:
         return bool(members) and self.data_done() and all(self._well(m) for m in members)
 
     def _well(self, m: GroupMember) -> bool:
-        """Whether it lives, or its script ended well."""
+        """Return whether it lives, or its script ended well."""
         record = self.members.workers.get(m.slot)
         return record is not None and record.member.incarnation == m.incarnation and (record.running or record.finished)
 
@@ -251,13 +252,14 @@ class GroupFacts:
         return record is None or record.stopping or (leaving and not self.has_the_end(m))
 
     def has_the_end(self, m: GroupMember) -> bool:
-        """Whether this member's script has come to its end with the final state, which it keeps for a new chief."""
+        """Return whether this member's script has come to its end with the final state, which it keeps for a new
+        chief."""
         record = self.living(m.slot, m.incarnation)
         kept = record is not None and not record.stopping and self.has_ended(record) and self.holds(m)
         return kept and not self.duty.done and self.data_done()
 
     def samples(self) -> int:
-        """Of one whole step of the group published last; 0: there is none."""
+        """Return the samples of one whole step of the group published last; 0: there is none."""
         group, spec = self.books.group, self.job.spec
         if group is None:
             return 0
@@ -271,7 +273,7 @@ class GroupFacts:
 
 
 class GroupPart:
-    """Base of what changes :class:`Groups`."""
+    """Is the base of what changes :class:`Groups`."""
 
     __slots__ = ("books", "duty", "facts", "job", "members", "shards")
 

@@ -1,4 +1,4 @@
-"""How a step of a group is cut and divided."""
+"""Says how a step of a group is cut and divided."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class StepSplits(GroupPart):
     __slots__ = ()
 
     def cannot_divide(self, batch: dict[Slot, int]) -> str:
-        """Why the group's steps cannot be divided so; "": they can."""
+        """Return why the group's steps cannot be divided so; "": they can."""
         group = self.facts.view()
         if group is None or group.hold:
             return "there is no group that trains"
@@ -33,8 +33,8 @@ class StepSplits(GroupPart):
         return ""
 
     def cannot_replace(self, slot: Slot, incarnation: Incarnation) -> str:
-        """Why this member should not be asked to leave now, for another one; "": it may. Only from a group at rest of
-        which enough others have the state for certain: nobody needs the replacement to come."""
+        """Return why this member should not be asked to leave now, for another one; "": it may. Only from a group at
+        rest of which enough others have the state for certain: nobody needs the replacement to come."""
         books, group = self.books, self.facts.view()
         if group is None or group.hold or group.rank(slot, incarnation) < 0:
             return f"worker:{slot} is in no group that trains"
@@ -89,8 +89,9 @@ class StepSplits(GroupPart):
         return PublishGroup(msgspec.structs.replace(books.group, joining=self.facts.joining()), why)
 
     def carried(self, members: tuple[GroupMember, ...]) -> StepSplit:
-        """The split of the group published last, for ``members``: who stays keeps its share, who comes takes a middle
-        one. Passes are forgotten: they were asked for another number of samples, and may not fit into memory now."""
+        """Return the split of the group published last, for ``members``: who stays keeps its share, who comes takes a
+        middle one. Passes are forgotten: they were asked for another number of samples, and may not fit into memory
+        now."""
         books = self.books
         old = books.group
         if old is None or old.split == StepSplit():

@@ -1,4 +1,4 @@
-"""Members that wait for others, and losses in a row: when a group gets nowhere."""
+"""Judges members that wait for others, and losses in a row: when a group gets nowhere."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class GroupStalls(GroupPart):
     __slots__ = ()
 
     def stalled(self, generation: int) -> None:
-        """Somebody waits in a collective of ``generation``: whoever left it early is a loss to it."""
+        """Note that a member waits in a collective of ``generation``: whoever left it early is a loss to it."""
         books = self.books
         gone = [x for x in books.leavers if self.facts.living(x.slot, x.incarnation) is None]
         self.facts.set_leavers([x for x in books.leavers if self.facts.living(x.slot, x.incarnation) is not None])

@@ -32,7 +32,8 @@ WAIT_WORKERS_PER_S = 2000.0  # waiting workers together ask about so often a sec
 
 
 class LeaseConcern(Concern):
-    """Who works on which shard, in jobs whose workers take shards; ``brain.brain`` has the rules of exactly-once."""
+    """Decides who works on which shard, in jobs whose workers take shards; ``brain.brain`` has the rules of
+    exactly-once."""
 
     __slots__ = ()
 
@@ -62,7 +63,7 @@ class LeaseConcern(Concern):
         return True
 
     def drop_leases(self, record: SlotRecord, reason: str) -> Out:
-        """Every shard of this worker back to the head of TODO, oldest lease first. ``reason`` "": say nothing."""
+        """Put every shard of this worker back to the head of TODO, oldest lease first. ``reason`` "": say nothing."""
         positions: dict[int, int] = {}
         returned: list[HeldLease] = []
         for key in record.held:
@@ -196,7 +197,7 @@ class LeaseConcern(Concern):
         return [self.concerns.processes.send_away(record, why) for record in (behind if together else [asker])]
 
     def _comes_again(self, record: SlotRecord) -> bool:
-        """Of a worker that is being ended: whether another process begins in its slot."""
+        """Return, of a worker that is being ended, whether another process begins in its slot."""
         return (
             record.running and record.stopping and not record.drained and record.member.slot < self.job.workers_wanted
         )

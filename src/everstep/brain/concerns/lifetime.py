@@ -1,4 +1,4 @@
-"""The job from one master to the next, and what people remark about it."""
+"""Records the job from one master to the next, and what people remark about it."""
 
 from __future__ import annotations
 

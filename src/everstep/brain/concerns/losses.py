@@ -13,7 +13,7 @@ from everstep.policies.restarts import may_restart
 
 
 class LossConcern(Concern):
-    """What the loss of a worker costs, and whether another process takes its place."""
+    """Decides what the loss of a worker costs, and whether another process takes its place."""
 
     __slots__ = ()
 
@@ -85,7 +85,7 @@ class LossConcern(Concern):
         return out + self.concerns.ending.finish_if_all_left(at)
 
     def _stopped(self, record: SlotRecord, at: float) -> Out:
-        """A worker that was asked to leave has left; how it ended does not matter."""
+        """Handle that a worker which was asked to leave has left; how it ended does not matter."""
         out = self.concerns.training.take_back(record, "its worker was scaled in")
         set_state(record, MemberState.LEFT, at)
         record.stopping = False

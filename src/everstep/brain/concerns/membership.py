@@ -28,7 +28,7 @@ _NO_PS = Placement(1, (), ())  # of a job whose parameters are all on its worker
 
 
 class MemberConcern(Concern):
-    """Which processes are members, and what the end of one means."""
+    """Decides which processes are members, and what the end of one means."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""What follows from what is known of partitions and mirrors: which ps serve, what is missing, what is at rest."""
+"""Says what follows from what is known of partitions and mirrors: which ps serve, what is missing, what is at rest."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class PartitionFacts:
         return [s.member for s in records if s.running and not s.stopping and s.member.address is not None]
 
     def sites(self, slots: Iterable[Slot]) -> tuple[PsSite, ...]:
-        """Where these ps stand."""
+        """Return where these ps stand."""
         members, home = self.members, self.members.machine_of(HOME_NODE)
         found = []
         for slot in sorted(slots):
@@ -46,17 +46,18 @@ class PartitionFacts:
         return tuple(found)
 
     def limits(self) -> tuple[Limit, ...]:
-        """What the wanted layout keeps apart."""
+        """Return what the wanted layout keeps apart."""
         return limits_of(self.code, self.books.sites)
 
     def ps_at_home(self) -> int:
-        """How many ps the master's machine gets before others get any."""
+        """Return how many ps the master's machine gets before others get any."""
         offers = [n for n in self.members.nodes.values() if n.node == HOME_NODE or n.ps_places > 0]
         machines = {self.members.machine_of(n.node) for n in offers if n.alive and not n.draining}
         return at_home(self.code, len(machines))
 
     def lost_with_one_machine(self) -> tuple[str, int]:
-        """Of all machines with ps but the master's the one whose loss now would cost most partitions, and how many."""
+        """Return, of all machines with ps but the master's, the one whose loss now would cost most partitions, and how
+        many."""
         if self.books.placement is None:
             return "", 0
         together: dict[str, set[Slot]] = {}
@@ -68,7 +69,8 @@ class PartitionFacts:
         return max(lost.items(), key=lambda item: (item[1], item[0]), default=("", 0))
 
     def loading(self, slot: Slot, placement: int = 0) -> list[tuple[PartitionId, int]]:
-        """Partitions that this ps is to load, and their checkpoints; ``placement``: by that one or earlier (0: any)."""
+        """Return partitions that this ps is to load, and their checkpoints; ``placement``: by that one or earlier (0:
+        any)."""
         found = self.books.placement
         if found is None:
             return []
@@ -83,7 +85,7 @@ class PartitionFacts:
         ]
 
     def builder(self) -> PlacementBuilder:
-        """The present placement, to be changed."""
+        """Return the present placement, to be changed."""
         placement, books = self.books.placement, self.books
         assert placement is not None
         joined = {(m.slot, m.incarnation) for m in self.servers()}
@@ -135,12 +137,12 @@ class PartitionFacts:
         return {s.member.slot for s in records if s.member.slot not in books.over}
 
     def snapshot_of(self, partition: PartitionId) -> int | None:
-        """The checkpoint that a partition may fall back to; None: there is none."""
+        """Return the checkpoint that a partition may fall back to; None: there is none."""
         found = self.checkpoints.newest_snapshot(partition)
         return found[0] if found is not None else None
 
     def at_rest(self) -> bool:
-        """Whether everything is where it shall be."""
+        """Return whether everything is where it shall be."""
         books = self.books
         # (the slot of one that was emptied may stay empty for good)
         emptied = any(self.members.servers[slot].running for slot in books.leaving)
@@ -159,7 +161,8 @@ class PartitionFacts:
         return slot not in layout.stripe(code, stripe) and slot not in self._closed(stripe, partition, self.limits())
 
     def _closed(self, stripe: int, partition: PartitionId, limits: tuple[Limit, ...]) -> set[Slot]:
-        """Ps to which this partition of the stripe cannot go, for the other units that they or their machines have."""
+        """Return ps to which this partition of the stripe cannot go, for the other units that they or their machines
+        have."""
         layout = self.books.layout
         assert layout is not None
         units = layout.stripe(self.code, stripe)
@@ -167,7 +170,7 @@ class PartitionFacts:
         return closed_slots(units, limits)
 
     def closed_to(self, slot: Slot) -> tuple[PartitionId, ...]:
-        """Partitions of others of which this ps has another unit of the stripe, or a mirror; or its machine too
+        """Return partitions of others of which this ps has another unit of the stripe, or a mirror; or its machine too
         many."""
         layout, code = self.books.layout, self.code
         if layout is None or not code.m:
@@ -183,8 +186,8 @@ class PartitionFacts:
         return tuple(out)
 
     def unacknowledged(self, acks: tuple[tuple[Slot, Incarnation], ...], route: int = 0) -> str:
-        """ "" if these acknowledgements, by the map with this ``route`` (0: not told), count; else what is wrong with
-        them, in words."""
+        """Return "" if these acknowledgements, by the map with this ``route`` (0: not told), count; else what is wrong
+        with them, in words."""
         maps = self.books.maps
         if 0 < route < self.books.counts_from:
             return f"it was acknowledged by map v{route}, from before a loss that cost something"
@@ -195,29 +198,29 @@ class PartitionFacts:
         return maps[-1].by(acks)
 
     def levels(self) -> dict[str, int]:
-        """Partitions by level of protection: "full", "less", "none"; empty before the first map."""
+        """Return partitions by level of protection: "full", "less", "none"; empty before the first map."""
         return level_counts(self.builder()) if self.books.placement is not None else {}
 
     def moving(self) -> int:
-        """Partitions on their way to another ps, the one where they are being alive."""
+        """Return partitions on their way to another ps, the one where they are being alive."""
         if self.books.placement is None:
             return 0
         handed = sum(p.how is How.HAND_OVER for p in self.books.missing.values())
         return len(under_way(self.builder())) + handed
 
     def rebuilding(self) -> int:
-        """Partitions that their owner does not hold yet, the old one being dead."""
+        """Return partitions that their owner does not hold yet, the old one being dead."""
         return sum(p.how is not How.HAND_OVER for p in self.books.missing.values())
 
     def building(self) -> int:
-        """Mirrors of stripes that do not have everything yet."""
+        """Return mirrors of stripes that do not have everything yet."""
         placement = self.books.placement
         mirrors = placement.mirrors if placement is not None else ()
         whole = set(self.books.ready) - set(self.books.torn)
         return sum(m.kind is MirrorKind.PARITY and m.id not in whole for m in mirrors)
 
     def empty(self, slot: Slot) -> bool:
-        """Whether nothing is lost when this ps ends."""
+        """Return whether nothing is lost when this ps ends."""
         placement = self.books.placement
         if placement is None:
             return True
@@ -228,13 +231,13 @@ class PartitionFacts:
         )
 
     def left_at(self, slot: Slot) -> int:
-        """Partitions and mirrors that are still there."""
+        """Return partitions and mirrors that are still there."""
         placement = self.books.placement
         return 0 if placement is None else len(placement.owned_by(slot)) + len(placement.mirrors_at(slot))
 
 
 class PartitionPart:
-    """Base of what changes :class:`Protection`."""
+    """Is the base of what changes :class:`Protection`."""
 
     __slots__ = ("books", "checkpoints", "facts", "job", "members", "shards")
 

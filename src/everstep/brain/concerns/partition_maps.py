@@ -1,4 +1,4 @@
-"""The map of partitions: the first one, and each next one, after losses, moves, and ps that come and leave."""
+"""Makes the map of partitions: the first one, and each next one, after losses, moves, and ps that come and leave."""
 
 from __future__ import annotations
 
@@ -123,8 +123,8 @@ class PartitionMaps(PartitionPart):
         return out
 
     def _workers_end(self, lost: list[PartitionId]) -> bool:
-        """Whether workers must end before the partitions ``lost`` begin empty: all that were there when they were
-        lost."""
+        """Return whether workers must end before the partitions ``lost`` begin empty: all that were there when they
+        were lost."""
         books, workers = self.books, self.members.workers
         if not set(lost) <= set(books.gone):
             there = [s.member for s in workers.values() if s.running and s.member.state is not MemberState.STARTING]
@@ -138,8 +138,8 @@ class PartitionMaps(PartitionPart):
         return bool(books.ending)
 
     def _cost(self) -> None:
-        """A loss cost something: no acknowledgement by a map from before it counts, whoever gave it. (A partition may
-        have been where it is now, and back, and lack what it had then.)"""
+        """Note that a loss cost something: no acknowledgement by a map from before it counts, whoever gave it. (A
+        partition may have been where it is now, and back, and lack what it had then.)"""
         assert self.books.placement is not None
         self.books.maps.clear()
         self.books.counts_from = self.books.placement.version + 1

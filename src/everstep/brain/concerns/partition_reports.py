@@ -21,7 +21,7 @@ class PartitionReports(PartitionPart):
     __slots__ = ()
 
     def mirrors_ready(self, slot: Slot, mirrors: Iterable[int]) -> bool:
-        """Whether this is news."""
+        """Return whether this is news."""
         placement, books = self.books.placement, self.books
         if placement is None:
             return False
@@ -43,7 +43,7 @@ class PartitionReports(PartitionPart):
         return self.checkpoints.cover(self.job, self.shards)
 
     def partitions_ready(self, slot: Slot, version: int, partitions: Iterable[PartitionId]) -> list[PartitionId]:
-        """Those that are news. ``version``: of the placement that gave them, or a later one."""
+        """Return those that are news. ``version``: of the placement that gave them, or a later one."""
         placement, missing = self.books.placement, self.books.missing
         if placement is None:
             return []
@@ -53,7 +53,7 @@ class PartitionReports(PartitionPart):
         return news
 
     def holds(self, slot: Slot, holds: Holdings) -> None:
-        """What a ps said in its hello."""
+        """Take what a ps said in its hello."""
         self.mirrors_ready(slot, holds.mirrors)
         self.partitions_ready(slot, holds.placement, holds.partitions)
 

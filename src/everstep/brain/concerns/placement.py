@@ -51,7 +51,7 @@ class PlacementConcern(Concern):
         self.state.protection.went_back = False
 
     def settle(self, event: Event, out: Out) -> Out:
-        """Partitions wait for workers to end, before they go back to something older."""
+        """Have partitions wait for workers to end, before they go back to something older."""
         return self.settle_map() if self.state.protection.gone and not self.job.over else []
 
     def validate(self) -> None:
@@ -85,8 +85,8 @@ class PlacementConcern(Concern):
         return self.settle_map(why, trusted)
 
     def settle_map(self, why: str = "", trusted: bool = False) -> Out:
-        """The next map, if anything calls for one; the end of the job, if something is lost for good; the end of ps
-        that have given everything away."""
+        """Return the next map, if anything calls for one; the end of the job, if something is lost for good; the end of
+        ps that have given everything away."""
         out = self._maps.settle(why, trusted)
         if self.state.protection.lost and not self.job.over:
             spec, lost = self.job.spec, len(self.state.protection.lost)
@@ -135,7 +135,7 @@ class PlacementConcern(Concern):
         return [OK, *out, *self.settle_map(f"ps:{told.slot} cannot load bucket {e.partition}")]
 
     def died_loading(self, record: SlotRecord, reason: str, status: int) -> Out:
-        """A ps crashed: if it was loading, that may have been why."""
+        """Handle that a ps crashed: if it was loading, that may have been why."""
         if status not in _CRASHES:
             return []
         slot = record.member.slot

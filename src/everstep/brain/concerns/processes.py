@@ -45,7 +45,7 @@ class ProcessConcern(Concern):
         return out
 
     def ps_rooms(self) -> Rooms:
-        """What nodes can take of ps."""
+        """Return what nodes can take of ps."""
         return Rooms(self.members, Role.PS, self.concerns.placement.facts.ps_at_home())
 
     def start(
@@ -84,7 +84,7 @@ class ProcessConcern(Concern):
         return [StartProcess(node, role, slot, record.member.incarnation, why, after_s)]
 
     def send_away(self, record: SlotRecord, why: Decision, grace_s: float = STOP_GRACE_S) -> StopProcess | Note:
-        """``grace_s`` 0: as long as it takes."""
+        """Send a process away. ``grace_s`` 0: as long as it takes."""
         record.stopping = True
         m = record.member
         if not grace_s and self.concerns.training.leaves_first(record):

@@ -13,13 +13,13 @@ from everstep.policies.restarts import may_restart
 
 
 class PsSlotConcern(Concern):
-    """What becomes of the slot of a ps that is no more, and how many there shall be."""
+    """Decides what becomes of the slot of a ps that is no more, and how many there shall be."""
 
     __slots__ = ()
 
     def gone(self, record: SlotRecord, at: float, reason: str, inputs: Inputs, failed: str) -> Out:
-        """Others take over what it had; without protection its loss is the end, unless it held nothing. ``failed``: the
-        error that it told of itself: a new one would tell the same."""
+        """Let others take over what it had; without protection its loss is the end, unless it held nothing. ``failed``:
+        the error that it told of itself: a new one would tell the same."""
         job, member = self.job, record.member
         if record.stopping:
             return self._ps_stopped(record, at)
@@ -55,7 +55,7 @@ class PsSlotConcern(Concern):
         return out + self.concerns.processes.start(Role.PS, member.slot, at, why, replaces=True)
 
     def _ps_stopped(self, record: SlotRecord, at: float) -> Out:
-        """A ps that had given everything away has ended."""
+        """Handle that a ps which had given everything away has ended."""
         set_state(record, MemberState.LEFT, at)
         record.stopping, slot = False, record.member.slot
         out: Out = [Note(str(record.member.key), Decision("left", "others have all that it held"))]
@@ -118,7 +118,7 @@ class PsSlotConcern(Concern):
         return out + self.concerns.placement.settle_map(f"{member.key} goes to {target}")
 
     def scale(self, count: int, at: float) -> Out:
-        """The highest slots give everything away and end; new ones get their share when they have joined."""
+        """Scale: the highest slots give everything away and end; new ones get their share when they have joined."""
         job, servers, leaving = self.job, self.members.servers, self.state.protection.leaving
         old, job.ps_wanted = job.ps_wanted, count
         out: Out = []

@@ -1,4 +1,4 @@
-"""Checkpoints: asked for, written in parts, committed, and gone on from."""
+"""Handles checkpoints: asked for, written in parts, committed, and gone on from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What differs between the ways of training: chosen once, when the concerns of a job are composed.
+"""Says what differs between the ways of training: chosen once, when the concerns of a job are composed.
 
 The other concerns ask here and know no mode. A new way of training is one more subclass of :class:`Training`, with a
 concern for what its workers say, and a line in ``composition``.
@@ -45,9 +45,9 @@ _JOINED = (MemberState.ALIVE, MemberState.SUSPECT)
 
 
 class Training(Concern):
-    """How workers train. ``unit``: what a worker that gets on finishes; ``saves_all``: each checkpoint has everything;
-    ``ahead``: workers have a state of their own, which must not be newer than tables on the ps; ``rests``: a job that
-    stops ends its workers before its last checkpoint is made."""
+    """Says how workers train. ``unit``: what a worker that gets on finishes; ``saves_all``: each checkpoint has
+    everything; ``ahead``: workers have a state of their own, which must not be newer than tables on the ps; ``rests``:
+    a job that stops ends its workers before its last checkpoint is made."""
 
     __slots__ = ()
 
@@ -57,37 +57,37 @@ class Training(Concern):
     ahead: ClassVar[bool] = False
 
     def begun_words(self) -> str:
-        """What the job consists of, for people."""
+        """Return what the job consists of, for people."""
         raise NotImplementedError
 
     def progress(self) -> int:
-        """What the job has trained so far: a number that grows."""
+        """Return what the job has trained so far: a number that grows."""
         raise NotImplementedError
 
     def all_trained(self) -> bool:
-        """Whether all data that was asked for is trained."""
+        """Return whether all data that was asked for is trained."""
         raise NotImplementedError
 
     def nothing_left(self) -> bool:
-        """Whether a new worker could only come too late."""
+        """Return whether a new worker could only come too late."""
         return False
 
     def with_the_end(self) -> frozenset[Slot]:
-        """Workers that have the state that all end with."""
+        """Return workers that have the state that all end with."""
         raise NotImplementedError
 
     # ------------------------------------------------------------ processes
 
     def in_step(self, record: SlotRecord) -> bool:
-        """Whether this process may be in the midst of a step that others need it for."""
+        """Return whether this process may be in the midst of a step that others need it for."""
         return False
 
     def leaves_first(self, record: SlotRecord) -> bool:
-        """Whether this process has to leave those it trains with before it can be ended."""
+        """Return whether this process has to leave those it trains with before it can be ended."""
         return False
 
     def grace_s(self, deadline_s: float) -> float:
-        """How long a worker may take to leave a node that goes within ``deadline_s``."""
+        """Return how long a worker may take to leave a node that goes within ``deadline_s``."""
         return deadline_s
 
     def exited(self, record: SlotRecord, e: ProcessExited) -> bool:
@@ -95,7 +95,7 @@ class Training(Concern):
         return e.status == 0 and not record.stopping
 
     def said_done(self, record: SlotRecord) -> bool:
-        """Whether this process told that its script came to its end, with all data trained."""
+        """Return whether this process told that its script came to its end, with all data trained."""
         return False
 
     def ended(self, record: SlotRecord, clean: bool) -> None:
@@ -106,7 +106,7 @@ class Training(Concern):
         return True
 
     def held_by(self, record: SlotRecord) -> str:
-        """What this worker works on, for people."""
+        """Return what this worker works on, for people."""
         return ""
 
     def lost(
@@ -116,7 +116,7 @@ class Training(Concern):
         return []
 
     def take_back(self, record: SlotRecord, reason: str) -> Out:
-        """What this worker has is to be trained by others. ``reason`` "": say nothing."""
+        """Take back what this worker has: others train it. ``reason`` "": say nothing."""
         return []
 
     def confirm(self, record: SlotRecord, lease: Lease) -> bool:
@@ -129,7 +129,7 @@ class Training(Concern):
     # ------------------------------------------------------------ checkpoints and tables
 
     def nothing_to_save(self) -> str:
-        """Why there is nothing yet that a checkpoint could have; "": there is."""
+        """Return why there is nothing yet that a checkpoint could have; "": there is."""
         raise NotImplementedError
 
     def unsaved(self) -> bool:
@@ -137,7 +137,7 @@ class Training(Concern):
         raise NotImplementedError
 
     def can_save(self) -> bool:
-        """Whether somebody is there who can write a checkpoint."""
+        """Return whether somebody is there who can write a checkpoint."""
         return True
 
     def can_be_saved(self) -> bool:
@@ -153,7 +153,7 @@ class Training(Concern):
         return False
 
     def saved_words(self) -> str:
-        """What a checkpoint has, for people; "": snapshots of the partitions, and nothing else."""
+        """Return what a checkpoint has, for people; "": snapshots of the partitions, and nothing else."""
         return ""
 
     def resume(self, e: JobResumed) -> Out:
@@ -161,25 +161,25 @@ class Training(Concern):
         raise NotImplementedError
 
     def why_ends(self, partitions: int) -> str:
-        """Why a worker must end, for people, where so many partitions are lost beyond their protection."""
+        """Return why a worker must end, for people, where so many partitions are lost beyond their protection."""
         raise NotImplementedError
 
     # ------------------------------------------------------------ plans of policies
 
     def step(self) -> int:
-        """The common step that comes next; 0: there is none."""
+        """Return the common step that comes next; 0: there is none."""
         return 0
 
     def cannot_follow(self, action: Action) -> str:
-        """Why an action of a plan cannot be followed in this job; "": it may."""
+        """Return why an action of a plan cannot be followed in this job; "": it may."""
         return ""
 
     def cannot_replace(self, slot: Slot, incarnation: Incarnation) -> str:
-        """Why this worker should not be asked to leave now, for another one; "": it may."""
+        """Return why this worker should not be asked to leave now, for another one; "": it may."""
         return ""
 
     def cannot_divide(self, batch: dict[Slot, int]) -> str:
-        """Why steps cannot be divided so; "": they can."""
+        """Return why steps cannot be divided so; "": they can."""
         return ""
 
     def divide(self, plan: Plan, adjusts: list[Adjust], here: Mapping[Slot, Incarnation]) -> Out:
