@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -17,7 +18,18 @@ from everstep.allreduce import session as session_module
 from everstep.allreduce.collective import CollectiveError, GlooCollective
 from everstep.allreduce.session import Session
 from everstep.allreduce.step import LeaveJob, VoteOutcome
-from everstep.brain.events import Answer, GroupAsked, Grouped, GroupLeft, GroupStalled, GroupSynced, Ok, StepsCommitted
+from everstep.brain.events import (
+    Answer,
+    GroupAsked,
+    Grouped,
+    GroupLeft,
+    GroupStalled,
+    GroupSynced,
+    Ok,
+    Refused,
+    StepsCommitted,
+    Wait,
+)
 from everstep.config.spec import JobSpec
 from everstep.errors import (
     EverstepError,
@@ -28,6 +40,7 @@ from everstep.errors import (
 )
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.group import Committed, Group, GroupMember, Mark
+from everstep.model.reasons import LeaveReason
 from everstep.model.shard import ShardSchedule
 from everstep.net.messages import RequestType
 from everstep.storage.chain import read_chain
@@ -472,6 +485,52 @@ def test_the_end_of_a_line_that_is_void_is_no_end(world: World) -> None:
     with pytest.raises(PlatformError, match="are void"):
         member.session.close()
     assert not member.runtime.said(GroupLeft)
+
+
+def test_a_script_that_ended_with_a_copied_state_waits_until_the_journal_has_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Simulator, mix group, seed 5236: it was in the group for the last vote alone, and had no step of its own to tell.
+    All others were lost untold, and it said that its script had come to the end."""
+    (member,) = world.start(0)
+    world.publish(0)
+    world.wait(lambda: member.ended == "end")
+    answers: list[Answer] = [Wait(0.001), Wait(0.001), Refused("its states are lost")]
+    said: list[RequestType] = []
+
+    def call(request: RequestType, timeout_s: float) -> Answer:
+        said.append(request)
+        return answers.pop(0)
+
+    monkeypatch.setattr(member.runtime, "call", call)
+    monkeypatch.setattr(member.session, "_met_at", 7)
+    with pytest.raises(PlatformError, match="are void"):
+        member.session.close()
+    assert said == [GroupLeft(LeaveReason.DONE, 1, 7)] * 3
+
+
+def test_a_group_has_met_only_when_the_ps_have_what_its_state_has(world: World) -> None:
+    """Simulator, mix hybrid: a newcomer counted as having the state, all others were lost, and nobody could push what
+    the ps lacked of it."""
+    a, b = world.start(0, 1)
+    a.hold_at = 3
+    world.publish(0, 1)
+    world.reached(3, 0, 1)
+    session = b.session  # (held by the other one, between two steps)
+    world.wait(lambda: session._said_met == 1)
+    with session._changed:
+        session._met_at, session._said_met = 3, 0
+        session.commits.confirm(2)
+        session.tables = tables = SimpleNamespace(pushed=2, survey=lambda *args: 0)  # type: ignore[assignment]
+    said = len(b.runtime.said(GroupSynced))
+    session._say_met()
+    assert len(b.runtime.said(GroupSynced)) == said
+    tables.pushed = 3
+    session._say_met()
+    assert len(b.runtime.said(GroupSynced)) == said + 1
+    session.tables = None
+    a.go.set()
+    world.end(0, 1)
 
 
 def test_who_is_asked_to_leave_goes_at_a_vote(world: World) -> None:

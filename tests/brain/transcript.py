@@ -298,7 +298,9 @@ class Story:
             case "synced":
                 return Event(at, GroupSynced(int(plain[1])), by_worker(slot, incarnation))
             case "leave":
-                return Event(at, GroupLeft(LeaveReason(named.get("reason", "asked"))), by_worker(slot, incarnation))
+                of = int(named.get("origin", 0)), int(named.get("copied", 0))
+                left = GroupLeft(LeaveReason(named.get("reason", "asked")), *of)
+                return Event(at, left, by_worker(slot, incarnation))
             case "commit":
                 skipped = _spans(named.get("skipped", ""))
                 return Event(

@@ -643,6 +643,38 @@ def test_a_partition_moves_while_it_changes() -> None:
     assert w.at(3).machine.ready() == [(w.version, "promoted", (0,))]
 
 
+def test_a_partition_that_comes_back_goes_on_from_its_stripe_if_that_is_newer_than_what_was_kept() -> None:
+    """Simulator, mix ps, seed 20991: the new owner took the partition, fed the stripe at the old one and was lost
+    before it said that it has all; the old owner served what it had kept, and lost what the stripe had confirmed."""
+    w = World(9, 5, 3)
+    w.mirror([0, 1, 2], 3)
+    w.publish()
+    w.run(2000)
+    w.heal()
+    w.lose(0)
+    w.owner[0] = 3  # where the stripe is: rebuilt out of it
+    w.publish()
+    w.heal()
+    w.mirror([0], 4, kind=MirrorKind.MOVE)
+    w.publish(route=False)
+    w.heal()
+    w.owner[0] = 4
+    w.publish()
+    said = w.ask
+    w.ask = lambda p, a: None if isinstance(a.request, HandOver) and a.request.done else said(p, a)  # type: ignore[method-assign]
+    w.run(4000)
+    assert w.at(4).machine.serves(PartitionId(0))
+    w.ask = said  # type: ignore[method-assign]
+    assert w.acked[0] > w.at(3).store.partitions[0].seq  # the stripe has what was kept, and more
+    assert w.at(3).machine.partitions[PartitionId(0)] is MirrorState.FENCED
+    w.lose(4)
+    w.owner[0] = 3
+    w.mirrors = w.mirrors[:1]
+    w.publish()
+    w.heal()
+    assert w.at(3).machine.ready()[-1] == (w.version, "rebuilt", (0,))
+
+
 def test_a_replaced_owner_that_does_not_know_it_confirms_nothing() -> None:
     w = World(5, 4, 4)
     stripes(w, 1, 1)

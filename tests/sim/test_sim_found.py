@@ -25,6 +25,7 @@ from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, LeaseNo, NodeId, ShardKey, Slot
 from everstep.model.member import Address, MemberKey, Role
 from everstep.model.shard import ShardSchedule
+from everstep.sim.__main__ import MIXES
 
 ONE = Incarnation(1)
 
@@ -105,3 +106,11 @@ def test_leases_held_ahead_do_not_expire_while_their_worker_gets_on() -> None:
         watch.heard(key, ONE, step * 0.5, ((LeaseNo(1), 11), (LeaseNo(2), 0)))
         expired += [e.lease for e in watch.tick(step * 0.5) if isinstance(e, LeaseExpired)]
     assert set(expired) == {1, 2, 3}
+
+
+@pytest.mark.parametrize(("mix", "seed"), [("group", 5236), ("hybrid", 463), ("hybrid", 13853), ("ps", 20991)])
+def test_a_seed_that_found_a_defect(mix: str, seed: int) -> None:
+    """Each has a story of its own elsewhere: ``group_end_of_a_lost_line``, ``group_leaver_cut_off`` (transcripts), and
+    in ``tests/protect/test_machine.py``."""
+    scenario_of, _, run = MIXES[mix]
+    run(seed, scenario_of(seed))

@@ -404,8 +404,9 @@ class Session:
             void = not self._tell_rest()
         if not failed and self._entered and not self._left and not void:
             with contextlib.suppress(EverstepError):
-                self.runtime.call(GroupLeft(LeaveReason.DONE), _CLOSE_S)
-                self._keep_the_state()
+                void = not self._say_done()
+                if not void:
+                    self._keep_the_state()
         self._closed.set()
         with self._changed:
             connected = [*self._ready.values(), *self._retired]
@@ -431,6 +432,17 @@ class Session:
                 "ours was lost. They are done again, by this worker too"
             )
 
+    def _say_done(self) -> bool:
+        """Say that our script came to its end. Others may be lost that could tell steps which we copied: it is no end
+        before the journal has those. False: they were lost, and our steps are void."""
+        copied = self._met_at if self._line == self._origin else 0
+        while not self._void:
+            answer = self.runtime.call(GroupLeft(LeaveReason.DONE, self._line, copied), _CLOSE_S)
+            if not isinstance(answer, Wait):
+                return not isinstance(answer, Refused)
+            self._closed.wait(answer.retry_after_s)
+        return False
+
     def _keep_the_state(self) -> None:
         """Our script is over, that of the chief is not: should the chief be lost, the one in its place gets the state
         from us, and does again what stands behind the loop."""
@@ -449,10 +461,8 @@ class Session:
         """Nobody else may be left to tell the last steps: until the master has them, be it away for a while. What was
         committed before we came is told by those who were there. False: they were lost, and our steps are void."""
         begun = time.monotonic()
-        while self.commits.waiting and self.failure is None:
-            now, newest = time.monotonic(), self.machine.newest
-            if newest is not None and newest.origin != self._origin:
-                return False
+        while self.commits.waiting and self.failure is None and not self._void:
+            now = time.monotonic()
             mine = bool(self._telling or self.commits.to_tell())
             if now - begun > (NEWS_S if mine or not self._left else _CLOSE_S):
                 return True
@@ -460,7 +470,18 @@ class Session:
             if not mine and now - self._asked_at > _ASK_S / 4:
                 self._ask()  # the answer says what the master has
             time.sleep(0.01)
-        return True
+        return not self._void
+
+    @property
+    def _line(self) -> int:
+        """Return the generation that began the line of our state; 0: we have none."""
+        return self.keeper.line if self.keeper.line > 0 else self._origin or 0
+
+    @property
+    def _void(self) -> bool:
+        """Whether the line of our state has ended: all who had it for certain were lost."""
+        newest = self.machine.newest
+        return newest is not None and newest.origin > self._line > 0
 
     # ------------------------------------------------------------ from other threads
 
@@ -560,6 +581,8 @@ class Session:
                 # Who joins cannot know what was told before it came; the votes will say.
                 self.commits.begin(mark.step if self._formed else 0)
                 self._came_at = mark.step
+                if self.tables is not None:
+                    self.tables.pushed = 0  # (what is known of another line does not count)
             elif mark.step == before.step:
                 mark = before  # it may be turned to this loop's dataset already
             self._origin = group.origin
@@ -983,6 +1006,8 @@ class Session:
                 return
             if self.commits.confirmed < self._met_at - 1:
                 return
+            if self.tables is not None and self.tables.pushed < self._met_at:
+                return  # (who is new could not push what the ps lack of its state)
             self._said_met = group.generation
         self.runtime.ask(GroupSynced(group.generation), lambda answer: None)
 

@@ -94,6 +94,7 @@ class GroupTables:
             return self._stop
         self.flush(group, collective)
         collective.gather([0])  # what the others still had to push is there as well
+        self.pushed = mark.step
         shard = table_shard(mark.dataset, cut.epoch)
         marks = {
             of: self._driver.open(of, group, collective)

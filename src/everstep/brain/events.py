@@ -295,10 +295,15 @@ class GroupSynced(Fact, frozen=True, tag="group_synced"):
 
 
 class GroupLeft(Fact, frozen=True, tag="group_left"):
-    """A worker wants to leave at the next boundary of two steps (scale-in, SIGTERM, the loop ended early). Answer:
-    Grouped (the group may still have you: go on until a later one does not) | Fenced."""
+    """A worker wants to leave at the next boundary of two steps (scale-in, SIGTERM, the loop ended early), or its
+    script has ended (DONE). ``origin``: the generation that began the line of states with which it ended; 0: not said.
+    ``copied``: steps before this one were not its own to tell: it copied a state that has them. Answer: Grouped (the
+    group may still have you: go on until a later one does not) | Wait (the journal lacks copied steps) | Refused (that
+    line has ended: begin anew) | Fenced."""
 
     reason: LeaveReason
+    origin: int = 0
+    copied: int = 0
 
 
 class StepsCommitted(Fact, frozen=True, tag="steps_committed"):

@@ -13,7 +13,9 @@ void, and done again.
 A member *holds* the state if it began the line, or if a step was told of a generation that it is in: then the journal
 reaches to where it came in. The same is so when a member that holds the state says that it has met the others of that
 generation, and that the journal has all that it had committed before. One that only copied the state may be behind or
-ahead of the journal; where it alone is left, nobody can say what was committed, so the line ends.
+ahead of the journal; where it alone is left, nobody can say what was committed, so the line ends. So may one that was
+on its way out and came back (:class:`Returned`): if all are lost that could tell what it has missed, it holds nothing
+until a generation since its return is confirmed.
 """
 
 from __future__ import annotations
@@ -54,6 +56,17 @@ class Leaver(msgspec.Struct, array_like=True):
     incarnation: Incarnation
     generation: int
     member: GroupMember
+
+
+class Returned(msgspec.Struct, array_like=True):
+    """Came back from its way out, into ``generation``, since it had the only state that the journal tells of. Lives
+    ``ahead`` trained on without it. Once it has met them it has their state, and nothing of the steps between: neither
+    their report to the journal nor their gradients of tables."""
+
+    slot: Slot
+    incarnation: Incarnation
+    generation: int
+    ahead: list[tuple[Slot, Incarnation]]
 
 
 class LostMember(msgspec.Struct, array_like=True):
@@ -148,6 +161,7 @@ class Groups(msgspec.Struct, kw_only=True):
     asked: dict[Slot, Asker] = {}
     gone: list[LostMember] = []
     leavers: list[Leaver] = []
+    returned: list[Returned] = []
     dismissed: list[list[int]] = []
     entered: dict[Slot, tuple[Incarnation, int]] = {}
     step: int = 0

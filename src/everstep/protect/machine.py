@@ -1049,6 +1049,13 @@ class Machine:
         found = [i for i in self._by_partition.get(partition, ()) if self._mirrors[i].complete]
         return min(found, key=lambda i: (len(self._mirrors[i].mirror.members), i), default=None)
 
+    def _is_newer(self, mirror: int, partition: PartitionId) -> bool:
+        """Return whether a mirror here is to be preferred to the fenced partition: it is of this partition alone, or
+        the owner after us has fed it. That owner may have been lost before it said that it has all."""
+        if len(self._mirrors[mirror].mirror.members) == 1:
+            return True
+        return self.port.mirror_seq(mirror, partition) > self.port.seq(partition)
+
     def _snapshot(self, partition: PartitionId) -> int | None:
         assert self.placement is not None
         return next((c for b, c in self.placement.snapshots if b == partition), None)
@@ -1079,8 +1086,8 @@ class Machine:
         ):
             self._drop(partition)  # others had it meanwhile, and it goes on from their snapshot
             fenced = False
-        if fenced and mirror is not None and len(self._mirrors[mirror].mirror.members) == 1:
-            self._drop(partition)  # the mirror is newer
+        if fenced and mirror is not None and self._is_newer(mirror, partition):
+            self._drop(partition)
             fenced = False
         if not fenced and mirror is None:
             self._without_mirror(partition, gain)

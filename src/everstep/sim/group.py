@@ -38,6 +38,7 @@ from everstep.brain.events import (
     ReplicaWritten,
     Reply,
     StepsCommitted,
+    Wait,
     Welcome,
     Yes,
     by_worker,
@@ -398,11 +399,13 @@ class GroupWorker(Child):
         self.ring: Ring | None = None  # of the present group
         self.phase = "out"
         self.met_at = self.said_met = 0
+        self.met_in: int | None = None  # line
         self.resolved = self.met = self.formed = self.parted = False
         self.step: tuple[Committed, StepCut] | None = None  # whose gradients are, or are being, reduced
         self.begun = 0.0, -1  # when it began to compute last, and which step
         self.ready = self.entered = self.over = self.closing = False
         self.chief = self.asked_chief = self.done_said = False
+        self.chief_asks = 0
         self.behind_since = 0.0
         self.leaving_since = -1.0
         self.synced = 0
@@ -809,7 +812,7 @@ class GroupWorker(Child):
             self.settled = 0
             self.commits.begin(self.mark.step if self.formed else 0)
         self.origin, self.met, self.synced = group.origin, True, 0
-        self.met_at = self.mark.step
+        self.met_at, self.met_in = self.mark.step, self.origin
         self.settle(self.mark.step)
 
     # ------------------------------------------------------------ the ends
@@ -830,12 +833,13 @@ class GroupWorker(Child):
 
     def ask_chief(self) -> None:
         if self.phase == "behind":
-            self.call(ChiefAsked(), self.on_chief, ())
+            self.chief_asks += 1  # (an answer to the question before was lost with its connection)
+            self.call(ChiefAsked(), self.on_chief, (self.chief_asks,))
 
-    def on_chief(self, conn: Conn, answer: AnswerType) -> None:
+    def on_chief(self, conn: Conn, number: int, answer: AnswerType) -> None:
         if isinstance(answer, Fenced):
             self.exit(4)
-        elif isinstance(answer, Yes) and self.phase == "behind":
+        elif isinstance(answer, Yes) and self.phase == "behind" and number == self.chief_asks:
             self.asked_chief, self.chief = True, answer.yes
             if answer.yes and self.gsim.kill_chief:
                 self.gsim.kill_chief = False
@@ -858,7 +862,8 @@ class GroupWorker(Child):
     def end(self, status: int, since: float) -> None:
         """Tell what is untold, then go."""
         newest = self.machine.newest
-        if self.commits.waiting and newest is not None and newest.origin != self.origin:
+        void = newest is not None and self.origin is not None and newest.origin > self.origin
+        if void and (self.commits.waiting or (status == 0 and not self.done_said)):
             self.exit(4)  # they are done again: not the end
             return
         if self.commits.waiting and self.kernel.now - since < CLOSE_S:
@@ -873,15 +878,16 @@ class GroupWorker(Child):
                 self.net.to_server(self.conn, server.on_may_end, self.conn, *self.me)
             elif not self.done_said:
                 self.gsim.finished(self)
-                self.call(GroupLeft(LeaveReason.DONE), self.on_done_said, ())
+                copied = self.met_at if self.origin == self.met_in else 0
+                self.call(GroupLeft(LeaveReason.DONE, self.origin or 0, copied), self.on_done_said, ())
             self.later(END_LOOK_S, self.end, status, since)
             return
         self.exit(status)
 
     def on_done_said(self, conn: Conn, answer: AnswerType) -> None:
-        if isinstance(answer, Fenced):
+        if isinstance(answer, Fenced | Refused):
             self.exit(4)
-        else:
+        elif not isinstance(answer, Wait):
             self.done_said = True
 
     def exit(self, status: int) -> None:
@@ -933,12 +939,17 @@ class GroupWorker(Child):
             waited = now - since
             self.net.to_server(conn, server.on_stalled, conn, *self.me, group.generation, self.mark.step, waited)
 
+    @property
+    def pushed_to(self) -> int:
+        """Of steps below it the ps have everything."""
+        return self.met_at
+
     def say_met(self) -> None:
         """Do as ``allreduce.session`` does."""
         group = self.machine.present
         if group is None or not self.met or group.generation == self.said_met or group.size == 1:
             return
-        if self.commits.confirmed >= self.met_at - 1:
+        if self.commits.confirmed >= self.met_at - 1 and self.pushed_to >= self.met_at:
             self.said_met = group.generation
             self.call(GroupSynced(group.generation), self.on_grouped, ())
 

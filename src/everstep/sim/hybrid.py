@@ -280,7 +280,7 @@ class HybridWorker(GroupWorker):
             self.post("reduce", self.step)
             return
         if kind == "flush":
-            self.stage = ring, "flushed"
+            self.stage, self.pushed = (ring, "flushed"), self.mark.step
         elif kind == "survey":
             lowest, lo, epoch = min(v[1] for v in values), values[0][2], values[0][3]
             begin = self.held_back.begin(table_shard(0, epoch), lo)
@@ -365,6 +365,16 @@ class HybridWorker(GroupWorker):
         assert group is not None
         mine = [Slot(i) for i in range(SERVERS) if pusher_of(i, group.size) == self.rank]
         self.feed(self.pushes.committed(owed.step, ROUTE, mine))
+
+    def agree(self, values: list[Any]) -> None:
+        group = self.machine.present
+        if group is not None and group.origin != self.met_in:
+            self.pushed = 0  # (what is known of another line does not count)
+        super().agree(values)
+
+    @property
+    def pushed_to(self) -> int:
+        return self.pushed
 
     def settle(self, before: int) -> None:
         self.commits.settle(before)

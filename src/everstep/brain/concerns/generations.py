@@ -7,7 +7,7 @@ import msgspec
 from everstep.brain.concerns.group_facts import GroupFacts, GroupPart
 from everstep.brain.concerns.group_splits import StepSplits
 from everstep.brain.events import InstructionType, Note, PublishGroup, StopProcess
-from everstep.brain.group import STOP_AFTER_S, Inputs, Leaver, Stint, Void
+from everstep.brain.group import STOP_AFTER_S, Inputs, Leaver, Returned, Stint, Void
 from everstep.brain.job import Phase
 from everstep.brain.supervision import least_workers
 from everstep.model.decision import Decision
@@ -122,6 +122,7 @@ class Generations(GroupPart):
         for m in came:
             if m not in returned:
                 books.entered[m.slot] = (m.incarnation, generation)
+        self._note_returned([x for x in books.leavers if x.member in new], wanted, generation)
         for m in left:
             leavers.append(Leaver(m.slot, m.incarnation, generation, m))
             if (ask := books.asked.get(m.slot)) is not None:
@@ -137,6 +138,27 @@ class Generations(GroupPart):
         why = f"{'; '.join(words) or 'again'}: {_workers(len(wanted))} from step {books.step} on"
         rejected = ("wait for the lost one: nobody could train meanwhile",) if lost else ()
         return [PublishGroup(group, self._why(f"group {generation}", why, rejected))]
+
+    def _note_returned(self, back: list[Leaver], members: list[GroupMember], generation: int) -> None:
+        """Note who trained on without those who come back into ``generation``, and was there before they left."""
+        books = self.books
+        left = {x.member: x.generation for x in back}
+        again = {(x.slot, x.incarnation) for x in back}
+        notes = [r for r in books.returned if r.generation > books.confirmed and (r.slot, r.incarnation) not in again]
+        for x in back:
+            ahead = [
+                (m.slot, m.incarnation)
+                for m in members
+                if self._since(m) <= x.generation < left.get(m, generation + 1) and m != x.member
+            ]
+            if ahead:
+                notes.append(Returned(x.slot, x.incarnation, generation, ahead))
+        books.returned = notes
+
+    def _since(self, m: GroupMember) -> int:
+        """Return the generation since which this member has each step."""
+        back = self.facts.returned(m)
+        return back.generation if back is not None else self.books.entered[m.slot][1]
 
     def _why(self, action: str, reason: str, rejected: tuple[str, ...] = ()) -> Decision:
         books = self.books
@@ -203,7 +225,7 @@ class Generations(GroupPart):
         for ask in books.asked.values():
             ask.synced = 0
         members = admitted(there, [], job.spec.logical_workers)[: job.spec.logical_workers or None]
-        books.origin = books.generations + 1
+        books.origin, books.returned = books.generations + 1, []
         books.entered = {m.slot: (m.incarnation, books.origin) for m in members}
         hold = hold_words(len(members), least_workers(job, self.members))
         group = self._next(tuple(members), hold, begin, restore, books.origin)

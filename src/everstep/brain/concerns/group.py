@@ -24,6 +24,7 @@ from everstep.brain.events import (
     Reply,
     StepsCommitted,
     StopProcess,
+    Wait,
 )
 from everstep.brain.members import SlotRecord
 from everstep.brain.replicas import save_in_time, take_replica, why_save
@@ -33,6 +34,8 @@ from everstep.model.reasons import CheckpointReason, LeaveReason
 
 if TYPE_CHECKING:
     from everstep.brain.concerns.composition import Concerns
+
+UNTOLD_WAIT_S = 0.2  # for a script that has ended with steps that the journal lacks
 
 
 class GroupConcern(Concern):
@@ -156,6 +159,11 @@ class GroupConcern(Concern):
         record = self.members.current(Role.WORKER, told.slot, told.incarnation)
         if record is None:
             return [self.fence_worker(told.slot, told.incarnation)]
+        books = self.state.groups
+        if e.reason is LeaveReason.DONE and 0 < e.origin < books.origin:
+            return [Reply(Refused(f"the states that began with group {e.origin} are lost: their steps are done again"))]
+        if e.reason is LeaveReason.DONE and e.origin == books.origin and e.copied > books.step:
+            return [Reply(Wait(UNTOLD_WAIT_S))]  # (those who can tell the steps may be lost yet)
         before = self.groups.last_ones_leave()
         self._askers.asks_to_leave(record, e.reason)
         if e.reason is LeaveReason.DONE and not record.stopping:

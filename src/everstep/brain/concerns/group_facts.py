@@ -9,7 +9,7 @@ import msgspec
 from everstep.brain.checkpoints import Checkpoints, replica_start
 from everstep.brain.duty import Duty
 from everstep.brain.events import Grouped, Reply
-from everstep.brain.group import Asker, Groups, Leaver, LostMember
+from everstep.brain.group import Asker, Groups, Leaver, LostMember, Returned
 from everstep.brain.job import JobState
 from everstep.brain.members import Members, SlotRecord
 from everstep.brain.protection import Protection
@@ -116,9 +116,21 @@ class GroupFacts:
         """Whether this member lives, and has the state that the journal tells of (see the top of this file)."""
         books = self.books
         life, generation = books.entered.get(m.slot, (Incarnation(0), 0))
-        if life != m.incarnation or self.living(m.slot, m.incarnation) is None:
+        if life != m.incarnation or self.living(m.slot, m.incarnation) is None or self._is_cut_off(m):
             return False
         return generation == books.origin or generation <= books.confirmed
+
+    def _is_cut_off(self, m: GroupMember) -> bool:
+        """Whether it came back from its way out, and all are lost that could tell what it has missed."""
+        back = self.returned(m)
+        return back is not None and not any(self.living(slot, life) is not None for slot, life in back.ahead)
+
+    def returned(self, m: GroupMember) -> Returned | None:
+        """What is noted of a member that came back from its way out, until a generation since then is confirmed."""
+        for back in self.books.returned:
+            if (back.slot, back.incarnation) == (m.slot, m.incarnation) and back.generation > self.books.confirmed:
+                return back
+        return None
 
     def goes_on(self, members: tuple[GroupMember, ...]) -> bool:
         """Whether the line does: somebody has the state that the journal tells of, and somebody each step behind it."""
