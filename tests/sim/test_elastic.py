@@ -28,6 +28,7 @@ MODES: dict[str, dict[str, Any]] = {
     "plain": {"ps": 1, "checkpoint_every": "10m"},
     "allreduce": {"mode": "allreduce", "ps": 0, "checkpoint_every": "10m"},
     "fixed": {"mode": "allreduce", "ps": 0, "strategy": "fixed"},
+    "spread": {"ps": 4, "parity": "2+1", "capacity_ps": 1, "checkpoint_every": "10m"},
     "hybrid": {"mode": "allreduce", "ps": 1, "checkpoint_every": "10m"},
 }
 RELIABLE = MeasuredJob({"protecting": Figure(0.0, "here")})

@@ -32,6 +32,7 @@ from everstep.brain.events import (
     MasterStarted,
     MemberJoined,
     NodeJoined,
+    NodesDue,
     Note,
     OrderSnapshots,
     ProcessExited,
@@ -197,6 +198,7 @@ class VirtualJob:
         self._fleet = Fleet()
         self._every = parse_every(spec.checkpoint_every)
         self._due_at = 0.0
+        self._gathers = False
         self._cpu_s = 0.0
         self._most = most
         self.ps = VirtualPs(self)
@@ -282,6 +284,10 @@ class VirtualJob:
                 answer = one.answer
             else:
                 self._carry_out(one)
+        nodes_due_at = self.brain.job.nodes_due_at
+        if nodes_due_at and not self._gathers:
+            self._gathers = True
+            self.kernel.at(max(self.kernel.now, nodes_due_at - STARTED_AT), self.tell, NodesDue())
         due_at = self.brain.state.groups.timing.due_at
         if due_at and due_at != self._due_at:
             self._due_at = due_at
@@ -423,8 +429,9 @@ class VirtualJob:
         node.joined = True
         span = node.span
         returns = node.life * RETURNS_A_LIFE
-        fact = NodeJoined(node.name, "10.0.0.1", span.places, 0, (), span.hardware, returns, span.zone, span.market)
-        self.tell(fact, _agent(node))
+        places = (span.places, self.spec.capacity_ps)
+        place = (span.hardware, returns, span.zone, span.market, node.name)
+        self.tell(NodeJoined(node.name, "10.0.0.1", *places, (), *place), _agent(node))
 
     def _warned(self, name: NodeId, in_s: float | None) -> None:
         node = self.nodes.get(name)
