@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator
 
 import msgspec
@@ -76,7 +75,54 @@ class SlotRecord(msgspec.Struct):
         return f"<SlotRecord {self.member!r} holds {len(self.held)} losses={self.losses} streak={self.streak}>"
 
 
-class Members(msgspec.Struct):
+class _Index:
+    """Keeps what follows from who is where up to date, so that an event costs as much with 10,000 nodes as with ten.
+
+    ``number``: of each slot, in the order in which they were first filled. ``on``: numbers by node; a number may be
+    left of one that has gone elsewhere. ``used``: workers that run on a node. ``order``: of nodes. ``free``: nodes that
+    may have a free place for a worker, and perhaps more."""
+
+    __slots__ = ("free", "number", "on", "order", "records", "used")
+
+    def __init__(self, members: Members) -> None:
+        self.records: list[SlotRecord] = []
+        self.number: dict[tuple[Role, Slot], int] = {}
+        self.on: dict[NodeId, set[int]] = {}
+        self.used: dict[NodeId, int] = {}
+        self.order: dict[NodeId, int] = {}
+        self.free: dict[NodeId, None] = {}
+        for record in members.all():
+            self.add(record)
+            self.came(record)
+        for node in members.nodes:
+            self.add_node(node)
+
+    def add(self, record: SlotRecord) -> None:
+        """Note that a slot is filled for the first time."""
+        self.number[record.member.role, record.member.slot] = len(self.records)
+        self.records.append(record)
+
+    def add_node(self, node: NodeId) -> None:
+        """Note that a node has joined, or may take more than before."""
+        self.order.setdefault(node, len(self.order))
+        self.free[node] = None
+
+    def came(self, record: SlotRecord) -> None:
+        """Note that a process is on its node now, or runs again."""
+        m = record.member
+        self.on.setdefault(m.node, set()).add(self.number[m.role, m.slot])
+        if m.role is Role.WORKER and record.running:
+            self.used[m.node] = self.used.get(m.node, 0) + 1
+
+    def goes(self, record: SlotRecord) -> None:
+        """Note that a process that may run is about to leave its node, or to run no more."""
+        m = record.member
+        if m.role is Role.WORKER and record.running:
+            self.used[m.node] -= 1
+            self.free[m.node] = None
+
+
+class Members(msgspec.Struct, dict=True):
     """Holds everyone that is or was part of the job. ``homes``: the node that brought a worker slot along."""
 
     nodes: dict[NodeId, Node] = {}
@@ -91,8 +137,51 @@ class Members(msgspec.Struct):
         yield from self.workers.values()
         yield from self.servers.values()
 
+    @property
+    def index(self) -> _Index:
+        """Return who is where. It is no part of the state: it is made of that when it is first asked for."""
+        found: _Index | None = self.__dict__.get("_index")
+        if found is None or len(found.records) != len(self.workers) + len(self.servers):
+            found = self.__dict__["_index"] = _Index(self)
+        return found
+
     def on(self, node: NodeId) -> list[SlotRecord]:
-        return [record for record in self.all() if record.member.node == node]
+        """Return whose last process was on this node: workers first, in the order in which slots were first filled."""
+        index = self.index
+        here = index.on.get(node)
+        if not here:
+            return []
+        found = []
+        for number in sorted(here):
+            if index.records[number].member.node == node:
+                found.append(index.records[number])
+            else:
+                here.discard(number)
+        return sorted(found, key=lambda record: record.member.role is Role.PS)
+
+    def joined(self, node: Node) -> None:
+        """Note that a node has joined, is back, or may take more than before."""
+        self.nodes[node.node] = node
+        self.index.add_node(node.node)
+
+    def has_room(self, node: NodeId) -> bool:
+        """Return whether a worker may be started there."""
+        known = self.nodes.get(node)
+        if known is None or not known.alive or known.draining:
+            return False
+        return known.worker_places == 0 or self.index.used.get(node, 0) < known.worker_places
+
+    def emptiest(self) -> NodeId | None:
+        """Return the node with most free places for workers of those whose places are counted, the first of several."""
+        index, best = self.index, (0, 0, NodeId(""))
+        for name in list(index.free):
+            node = self.nodes.get(name)
+            free = node.worker_places - index.used.get(name, 0) if node is not None else 0
+            if node is None or not node.alive or node.draining or free <= 0:
+                del index.free[name]  # (until it joins again, or a worker leaves it)
+            else:
+                best = min(best, (-free, index.order[name], name))
+        return best[2] if best[0] else None
 
     def current(self, role: Role, slot: Slot, incarnation: Incarnation) -> SlotRecord | None:
         """Return the record, if this very process fills it and was not declared dead; else None: it is fenced."""
@@ -124,98 +213,97 @@ class Members(msgspec.Struct):
     def fill(self, role: Role, slot: Slot, node: NodeId, at: float) -> SlotRecord:
         """Give the slot to a new process on ``node``: its incarnation is one more than the last."""
         record = self.of(role).get(slot)
-        if record is None:
-            member = Member(role=role, slot=slot, incarnation=Incarnation(1), node=node, since=at)
-            record = SlotRecord(member)
-            self.of(role)[slot] = record
-            return record
-        record.member = Member(
-            role=role, slot=slot, incarnation=Incarnation(record.member.incarnation + 1), node=node, since=at
-        )
-        record.stopping = record.finished = record.waiting = record.drained = False
-        record.chief = record.loop = 0
-        record.asked, record.granted, record.settled, record.done = {}, {}, {}, []
-        return record
+        incarnation = Incarnation(record.member.incarnation + 1 if record is not None else 1)
+        return self._put(Member(role=role, slot=slot, incarnation=incarnation, node=node, since=at))
 
     def adopt(self, role: Role, slot: Slot, incarnation: Incarnation, node: NodeId, at: float) -> SlotRecord:
         """A process of a later life than known (its start was lost with an unsynced journal tail): it is the one."""
-        record = self.of(role).get(slot)
-        member = Member(role=role, slot=slot, incarnation=incarnation, node=node, since=at)
+        return self._put(Member(role=role, slot=slot, incarnation=incarnation, node=node, since=at))
+
+    def _put(self, member: Member) -> SlotRecord:
+        index, records = self.index, self.of(member.role)
+        record = records.get(member.slot)
         if record is None:
-            record = self.of(role)[slot] = SlotRecord(member)
+            record = records[member.slot] = SlotRecord(member)
+            index.add(record)
         else:
+            index.goes(record)
             record.member = member
             record.stopping = record.finished = record.waiting = record.drained = False
             record.chief = record.loop = 0
             record.asked, record.granted, record.settled, record.done = {}, {}, {}, []
+        index.came(record)
         return record
+
+    def stands_on(self, record: SlotRecord, node: NodeId) -> None:
+        """Note that its process says on which node it is."""
+        if record.member.node != node:
+            self.index.goes(record)
+            record.member.node = node
+            self.index.came(record)
+
+    def set_state(self, record: SlotRecord, state: MemberState, at: float) -> None:
+        """Note that a process is in another state since ``at``."""
+        if record.member.state is state:
+            return
+        ran, index = record.running, self.index
+        if ran and state not in RUNNING:
+            index.goes(record)
+        record.member.state = state
+        record.member.since = at
+        if not ran and record.running:
+            index.came(record)
+
+    def validate(self) -> None:
+        """Assert that the index says what the state says."""
+        now, fresh = self.index, _Index(self)
+        assert {n: c for n, c in now.used.items() if c} == {n: c for n, c in fresh.used.items() if c}, (
+            "workers on nodes"
+        )
+        for node in self.nodes:
+            on = [record for record in self.all() if record.member.node == node]
+            assert sorted(map(id, self.on(node))) == sorted(map(id, on)), f"who is on {node}"
+            free = self.has_room(node) and self.nodes[node].worker_places > 0
+            assert not free or node in now.free, f"{node} has a free place"
 
 
 class Rooms:
-    """Where processes of a role are started, counted once for all that one event starts: each further one costs
-    little, however many nodes and members there are. What it chooses is what ``policies.node_selection`` says."""
+    """Where processes of a role are started; places for ps are counted once for all that one event starts. What it
+    chooses is what ``policies.node_selection`` says."""
 
     def __init__(self, members: Members, role: Role, at_home: int = 0) -> None:
         """``at_home``: so many ps have to be on the home node's machine before others get any."""
         self._members, self._role, self._at_home = members, role, at_home
         self._rooms: dict[NodeId, NodeRoom] | None = None
-        self._order: dict[NodeId, int] = {}
-        self._counted: list[tuple[int, int, NodeId]] = []  # heap: most free places first; old entries are left in
-        self._open: list[NodeId] = []  # the home node, and those that take any number
         self._offers: list[NodeId] = []  # the home node, and those with counted places
 
     def choose(self, home: NodeId | None, avoid: NodeId | None) -> NodeId | None:
         """Return the node of the next process, None: it waits. ``home``: of its slot; ``avoid``: only if there is no
         other."""
-        rooms, node = self._now(), None
+        members, node = self._members, None
         if self._role is Role.PS:
+            rooms = self._now()
             offers = [rooms[name] for name in self._offers]
             if avoid is not None:
                 node = choose_ps_node((room for room in offers if room.node != avoid), self._at_home)
             return node if node is not None else choose_ps_node(offers, self._at_home)
         if avoid is not None:  # (a home may be left for good reason)
-            node = choose_worker_node((room for room in rooms.values() if room.node != avoid), None)
+            node = choose_worker_node((room for room in members.rooms(Role.WORKER) if room.node != avoid), None)
         if node is None and home is not None:
-            return home if home in rooms and rooms[home].free else self._emptiest()
+            return home if members.has_room(home) else members.emptiest()
         if node is None:
-            node = next((room.node for name in self._open if (room := rooms[name]).free), None)
-        return node if node is not None else self._emptiest()
+            open_ = (n for n, known in members.nodes.items() if n == HOME_NODE or not known.worker_places)
+            node = next(filter(members.has_room, open_), None)
+        return node if node is not None else members.emptiest()
 
     def taken(self, node: NodeId) -> None:
         """A process was started on ``node``."""
         if self._rooms is not None and node in self._rooms:
             room = self._rooms[node]
             self._rooms[node] = NodeRoom(room.node, room.places, room.used + 1, room.machine)
-            self._offer(self._rooms[node])
 
     def _now(self) -> dict[NodeId, NodeRoom]:
         if self._rooms is None:
             self._rooms = {room.node: room for room in self._members.rooms(self._role)}
-            for number, room in enumerate(self._rooms.values()):
-                self._order[room.node] = number
-                if room.node == HOME_NODE or room.places == 0:
-                    self._open.append(room.node)
-                if room.node == HOME_NODE or room.places > 0:
-                    self._offers.append(room.node)
-                self._offer(room)
+            self._offers = [room.node for room in self._rooms.values() if room.node == HOME_NODE or room.places > 0]
         return self._rooms
-
-    def _offer(self, room: NodeRoom) -> None:
-        if room.places > 0 and room.free:
-            heapq.heappush(self._counted, (room.used - room.places, self._order[room.node], room.node))
-
-    def _emptiest(self) -> NodeId | None:
-        """Return, of the nodes with counted places, the first one that has most of them free."""
-        rooms = self._now()
-        while self._counted:
-            free, _, node = self._counted[0]
-            if rooms[node].used - rooms[node].places == free:
-                return node
-            heapq.heappop(self._counted)
-        return None
-
-
-def set_state(record: SlotRecord, state: MemberState, at: float) -> None:
-    if record.member.state is not state:
-        record.member.state = state
-        record.member.since = at

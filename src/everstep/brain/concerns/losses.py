@@ -5,7 +5,7 @@ from __future__ import annotations
 from everstep.brain.concerns.concern import Concern, Inputs, Out
 from everstep.brain.concerns.ending import RESULT_LOST
 from everstep.brain.events import LossNote, Note
-from everstep.brain.members import Rooms, SlotRecord, set_state
+from everstep.brain.members import Rooms, SlotRecord
 from everstep.ids import LeaseNo
 from everstep.model.decision import Decision
 from everstep.model.member import MemberState, Role
@@ -38,7 +38,7 @@ class LossConcern(Concern):
         training = self.concerns.training
         if training.said_done(record):  # its exit status was lost with its agent
             training.ended(record, clean=True)
-            set_state(record, MemberState.LEFT, at)
+            self.members.set_state(record, MemberState.LEFT, at)
             record.finished, record.stopping = True, False
             self.duty.ended_well(self.members, record)
             why = Decision("left", f"it had said that its script ran to the end; then {reason}", inputs)
@@ -53,7 +53,7 @@ class LossConcern(Concern):
         inputs = {**inputs, "incarnation": member.incarnation}
         if held := training.held_by(record):
             inputs["shards"] = held
-        set_state(record, MemberState.LOST, at)
+        self.members.set_state(record, MemberState.LOST, at)
         out: Out = [LossNote(str(member.key), Decision("lost", reason, inputs))]
         out += training.lost(record, at, reason, node_lost, progress)
         if self.job.over:
@@ -87,7 +87,7 @@ class LossConcern(Concern):
     def _stopped(self, record: SlotRecord, at: float) -> Out:
         """Handle that a worker which was asked to leave has left; how it ended does not matter."""
         out = self.concerns.training.take_back(record, "its worker was scaled in")
-        set_state(record, MemberState.LEFT, at)
+        self.members.set_state(record, MemberState.LEFT, at)
         record.stopping = False
         out.append(Note(str(record.member.key), Decision("left", "as it was asked to")))
         if (

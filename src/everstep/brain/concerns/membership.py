@@ -18,7 +18,7 @@ from everstep.brain.events import (
     Welcome,
 )
 from everstep.brain.failures import judge
-from everstep.brain.members import SlotRecord, set_state
+from everstep.brain.members import SlotRecord
 from everstep.model.decision import Decision
 from everstep.model.member import MemberState, Role
 from everstep.model.placement import Placement
@@ -54,8 +54,9 @@ class MemberConcern(Concern):
         if e.incarnation < member.incarnation or not record.running:
             return [fenced(e.role, e.slot, e.incarnation, record)]
         new = member.state is MemberState.STARTING
-        set_state(record, MemberState.ALIVE, told.at)
-        member.pid, member.node = e.pid, e.node
+        self.members.set_state(record, MemberState.ALIVE, told.at)
+        member.pid = e.pid
+        members.stands_on(record, e.node)
         moved = e.address is not None and e.address != member.address
         member.address = e.address if e.address is not None else member.address
         if new:
@@ -77,7 +78,7 @@ class MemberConcern(Concern):
         if not e.lost:
             if record.member.state is not MemberState.ALIVE:
                 return []
-            set_state(record, MemberState.SUSPECT, told.at)
+            self.members.set_state(record, MemberState.SUSPECT, told.at)
             reason = f"no heartbeat for {e.silent_s:.1f} s"
             inputs: Inputs = {"silent_s": round(e.silent_s, 3)}
             rejected = (f"replace it now: it may only be slow (lost after {self.job.spec.lost_after_s:g} s)",)
@@ -108,7 +109,7 @@ class MemberConcern(Concern):
         if record is None or record.member.state is not MemberState.SUSPECT:
             return []
         silent_s = told.at - record.member.since
-        set_state(record, MemberState.ALIVE, told.at)
+        self.members.set_state(record, MemberState.ALIVE, told.at)
         return [Note(str(record.member.key), Decision("heard again", f"{silent_s:.1f} s after it was suspected"))]
 
     def _process_exited(self, e: ProcessExited, told: Event) -> Out:
@@ -120,7 +121,7 @@ class MemberConcern(Concern):
             return [OK, *self.concerns.nodes.node_heard(NodeHeard(ended.member.node), told)]
         finished = self.concerns.training.exited(record, e)
         if self.job.over:
-            set_state(record, MemberState.LEFT, told.at)
+            self.members.set_state(record, MemberState.LEFT, told.at)
             return [OK, *self.concerns.training.take_back(record, "")]
         reason = exit_words(e.status)
         inputs: Inputs = {"exit_status": e.status}
@@ -129,7 +130,7 @@ class MemberConcern(Concern):
         if e.role is Role.PS:
             refused = self.concerns.placement.died_loading(record, reason, e.status)
             if self.checkpoints.aside:
-                set_state(record, MemberState.LOST, told.at)
+                self.members.set_state(record, MemberState.LOST, told.at)
                 return [OK, *refused, self.fail(4, self.checkpoints.aside_words)]
             return [
                 OK,
@@ -140,7 +141,7 @@ class MemberConcern(Concern):
             ]
         if finished:
             out: Out = [OK, *self.concerns.training.take_back(record, "its script ended")]
-            set_state(record, MemberState.LEFT, told.at)
+            self.members.set_state(record, MemberState.LEFT, told.at)
             record.finished, record.streak, record.failures = True, 0, 0
             self.duty.ended_well(self.members, record)
             out.append(Note(str(record.member.key), Decision("left", "its script ran to the end", inputs)))
@@ -162,7 +163,7 @@ class MemberConcern(Concern):
             )
             if not why_not:
                 return [OK, *self._try_again(record, e, told, inputs)]
-            set_state(record, MemberState.LEFT, told.at)
+            self.members.set_state(record, MemberState.LEFT, told.at)
             out = [OK, *self.concerns.training.take_back(record, "its script failed")]
             why = Decision("fail the job", "the script raised an error", inputs, (f"restart it: {why_not}",))
             out.append(Note(str(record.member.key), why))

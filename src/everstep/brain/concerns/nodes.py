@@ -19,7 +19,7 @@ from everstep.brain.events import (
     StartProcess,
     StopProcess,
 )
-from everstep.brain.members import Node, Rooms, set_state
+from everstep.brain.members import Node, Rooms
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.capacity import RETURNS_A_LIFE, CapacityStep, Offer, offer_words
 from everstep.model.decision import Decision
@@ -41,6 +41,9 @@ class NodeConcern(Concern):
             CapacityChanged: self._capacity_changed,
         }
 
+    def validate(self) -> None:
+        self.members.validate()
+
     def _capacity_changed(self, e: CapacityChanged, told: Event) -> Out:
         inputs: Inputs = {} if e.recorded_s is None else {"recorded_s": round(e.recorded_s, 1)}
         words = offer_words(Offer(e.hardware, e.zone, e.market, e.price))
@@ -57,7 +60,7 @@ class NodeConcern(Concern):
         node = members.nodes.get(e.node)
         out: Out = [OK]
         if node is None:
-            node = members.nodes[e.node] = Node(e.node, e.host, e.worker_places, e.ps_places)
+            node = Node(e.node, e.host, e.worker_places, e.ps_places)
             node.returns, node.since = e.returns, told.at
             if e.node != HOME_NODE and e.worker_places > 0 and not job.over:
                 most = job.spec.max_workers
@@ -77,6 +80,7 @@ class NodeConcern(Concern):
                 out.append(Note(e.node, Decision("node back", "its agent said hello again", {"host": e.host})))
                 node.since = told.at
             node.host, node.worker_places, node.ps_places, node.alive = e.host, e.worker_places, e.ps_places, True
+        members.joined(node)
         node.quiet_since = 0.0
         node.machine, node.zone = e.machine, e.zone
         out += self._gather(told.at)
@@ -118,7 +122,7 @@ class NodeConcern(Concern):
             elif member.role is Role.PS:
                 # Its loss is final, and this word may be an old one: let its own silence prove it.
                 if member.state is MemberState.ALIVE:
-                    set_state(record, MemberState.SUSPECT, told.at)
+                    self.members.set_state(record, MemberState.SUSPECT, told.at)
                     why = Decision("suspect", f"the agent of {e.node} does not list it")
                     out.append(Note(str(member.key), why))
             else:
@@ -162,7 +166,7 @@ class NodeConcern(Concern):
         records = [record for record in self.members.on(e.node) if record.running]
         for record in records:  # all at once: none of them is to take over from another one
             if record.member.role is Role.PS and not record.stopping:
-                set_state(record, MemberState.LOST, told.at)
+                self.members.set_state(record, MemberState.LOST, told.at)
         out: Out = [
             Note(e.node, Decision("node lost", e.reason, {"members": ", ".join(str(s.member.key) for s in records)}))
         ]

@@ -32,16 +32,19 @@ class ProcessConcern(Concern):
         if self.job.over or self.job.waits_for_nodes:
             return []
         out: Out = []
-        rooms = self.ps_rooms()
-        for slot in map(Slot, range(self.job.ps_wanted)):
-            record = self.members.servers.get(slot)
-            if (record is None or record.waiting) and slot not in self.state.protection.leaving:
+        servers, workers = self.members.servers, self.members.workers
+        leaving = self.state.protection.leaving
+        empty = [s for s in range(self.job.ps_wanted) if (record := servers.get(Slot(s))) is None or record.waiting]
+        rooms = self.ps_rooms() if empty else None
+        for slot in map(Slot, empty):
+            if slot not in leaving:
                 out += self.start(Role.PS, slot, at, Decision("start", "the job wants this ps"), rooms)
+        empty = [
+            s for s in range(self.job.workers_wanted) if (record := workers.get(Slot(s))) is None or record.waiting
+        ]
         rooms = Rooms(self.members, Role.WORKER)
-        for slot in map(Slot, range(self.job.workers_wanted)):
-            record = self.members.workers.get(slot)
-            if record is None or record.waiting:
-                out += self.start(Role.WORKER, slot, at, Decision("start", "the job wants this worker"), rooms)
+        for slot in map(Slot, empty):
+            out += self.start(Role.WORKER, slot, at, Decision("start", "the job wants this worker"), rooms)
         return out
 
     def ps_rooms(self) -> Rooms:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from everstep.brain.concerns.concern import Concern, Inputs, Out
 from everstep.brain.events import Event, Note, StopProcess
-from everstep.brain.members import SlotRecord, set_state
+from everstep.brain.members import SlotRecord
 from everstep.ids import Slot
 from everstep.model.decision import Decision
 from everstep.model.member import MemberState, Role
@@ -23,7 +23,7 @@ class PsSlotConcern(Concern):
         job, member = self.job, record.member
         if record.stopping:
             return self._ps_stopped(record, at)
-        set_state(record, MemberState.LOST, at)
+        self.members.set_state(record, MemberState.LOST, at)
         job.ps_failures += 1
         record.losses += 1
         record.streak += 1
@@ -56,7 +56,7 @@ class PsSlotConcern(Concern):
 
     def _ps_stopped(self, record: SlotRecord, at: float) -> Out:
         """Handle that a ps which had given everything away has ended."""
-        set_state(record, MemberState.LEFT, at)
+        self.members.set_state(record, MemberState.LEFT, at)
         record.stopping, slot = False, record.member.slot
         out: Out = [Note(str(record.member.key), Decision("left", "others have all that it held"))]
         leaving, node = self.state.protection.leaving, self.members.nodes.get(record.member.node)

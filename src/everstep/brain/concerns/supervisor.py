@@ -27,7 +27,7 @@ from everstep.brain.events import (
     SuspendAsked,
 )
 from everstep.brain.job import Phase
-from everstep.brain.members import SlotRecord, set_state
+from everstep.brain.members import SlotRecord
 from everstep.brain.supervision import CHANGES_KEPT, JobStage, StageChange, least_workers
 from everstep.model.decision import Decision
 from everstep.model.member import MemberState, Role
@@ -113,7 +113,7 @@ class SupervisorConcern(Concern):
         if record.running:
             self.concerns.training.take_back(record, "")
             self.concerns.training.ended(record, clean=True)
-            set_state(record, MemberState.LEFT, at)
+            self.members.set_state(record, MemberState.LEFT, at)
         record.stopping = record.finished = record.drained = False
         record.streak, record.avoid = 0, None
         wanted = self.job.workers_wanted if record.member.role is Role.WORKER else self.job.ps_wanted

@@ -15,6 +15,8 @@ from __future__ import annotations
 import time
 from typing import NamedTuple, Protocol
 
+import msgspec
+
 from everstep.brain.brain import Brain
 from everstep.brain.events import (
     MASTER,
@@ -287,7 +289,7 @@ class VirtualJob:
         nodes_due_at = self.brain.job.nodes_due_at
         if nodes_due_at and not self._gathers:
             self._gathers = True
-            self.kernel.at(max(self.kernel.now, nodes_due_at - STARTED_AT), self.tell, NodesDue())
+            self.kernel.at(max(self.kernel.now, nodes_due_at - STARTED_AT), self._nodes_due)
         due_at = self.brain.state.groups.timing.due_at
         if due_at and due_at != self._due_at:
             self._due_at = due_at
@@ -296,6 +298,9 @@ class VirtualJob:
         if self.workers.through() and not self.kernel.stopped:
             self.kernel.stopped = True
         return answer
+
+    def _nodes_due(self) -> None:
+        self.tell(NodesDue())
 
     def _due(self, due_at: float) -> None:
         if self.brain.state.groups.timing.due_at == due_at:
@@ -429,9 +434,9 @@ class VirtualJob:
         node.joined = True
         span = node.span
         returns = node.life * RETURNS_A_LIFE
-        places = (span.places, self.spec.capacity_ps)
-        place = (span.hardware, returns, span.zone, span.market, node.name)
-        self.tell(NodeJoined(node.name, "10.0.0.1", *places, (), *place), _agent(node))
+        fact = NodeJoined(node.name, "10.0.0.1", span.places, self.spec.capacity_ps, (), span.hardware, returns)
+        fact = msgspec.structs.replace(fact, zone=span.zone, market=span.market, machine=node.name)
+        self.tell(fact, _agent(node))
 
     def _warned(self, name: NodeId, in_s: float | None) -> None:
         node = self.nodes.get(name)
