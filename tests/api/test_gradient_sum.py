@@ -112,9 +112,33 @@ def recomputed_within(net: nn.Module, ids: Tensor) -> None:
     out.backward()
 
 
+def recomputed_between(net: nn.Module, ids: Tensor) -> None:
+    """Rows come in the middle of backward, between the lookups that were first and those that were last."""
+    x = torch.zeros((), requires_grad=True)
+    first = net(ids).sum()
+    middle = checkpoint(lambda x: net((ids + 7) % 20) + x, x, use_reentrant=True).sum()
+    (first + middle + net(ids.flip(1)).sum()).backward()
+
+
+def both_ways(net: nn.Module, ids: Tensor) -> None:
+    """The first lookup is in a graph of its own, and in none of the loss."""
+    net(ids)
+    net(ids.flip(1)).sum().backward()
+    net(ids).sum().backward(inputs=[net.get_parameter("w"), net.get_parameter("rows.weight")])
+
+
+def weights_first(net: nn.Module, ids: Tensor) -> None:
+    """Bags whose own weights learn are looked up first."""
+    w = net.get_parameter("w").expand(ids.shape).square()
+    bag = net.get_submodule("bags")(ids, per_sample_weights=w).sum()
+    rows = net(ids).sum()
+    bag.backward()
+    rows.backward()
+
+
 WAYS = [
     *(once, retained, parts, two_graphs, failed_before, asked, hooked, without_weights, frozen_then_thawed),
-    *(recomputed, recomputed_within),
+    *(recomputed, recomputed_within, recomputed_between, both_ways, weights_first),
 ]
 
 

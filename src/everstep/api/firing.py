@@ -50,6 +50,7 @@ class TableFiring:
     def __init__(self, tables: TableSet) -> None:
         self._tables = tables
         self._held: list[HeldTable] = []
+        self._names: set[str] = set()
         self._base_lrs: dict[int, float] = {}  # of an optimizer that tables follow
         self._given: list[Any] = []
         self.optimizers = 0
@@ -60,13 +61,14 @@ class TableFiring:
     @property
     def names(self) -> set[str]:
         """Return the tables whose parameter some optimizer holds."""
-        return {held.table.name for held in self._held}
+        return self._names
 
     @property
     def free(self) -> list[str]:
         """Return the tables that no optimizer holds."""
+        batches = self._tables.batches
         names = self.names
-        return [name for name in self._tables.batches if name not in names]
+        return [] if len(names) == len(batches) else [name for name in batches if name not in names]
 
     def hold(self, optimizer: Any, of_torch: torch.optim.Optimizer) -> None:
         """Let ``optimizer`` (as the script has it) fire the tables whose parameters ``of_torch`` holds. Raises
@@ -92,6 +94,7 @@ class TableFiring:
                     table.moves_all = twin.moves_all
                 base = float(group.get("initial_lr", group["lr"]))
                 self._held.append(HeldTable(table, group, own, base, optimizer, twin))
+                self._names.add(name)
         self._given.append(optimizer)
         self.optimizers += 1
 

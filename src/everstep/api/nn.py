@@ -31,7 +31,7 @@ class Lookup:
     ``ids`` int64 [n]: what was looked up, whatever becomes of the tensor that it came from. ``table``: None for one
     outside of training, whose rows are only read."""
 
-    __slots__ = ("by_count", "dim", "ids", "inverse", "padding_at", "sum", "table", "values")
+    __slots__ = ("by_count", "dim", "ids", "inverse", "leads", "padding_at", "sum", "table", "values")
 
     def __init__(
         self,
@@ -46,17 +46,24 @@ class Lookup:
         self.padding_at = padding_at  # index of the padding row, which gets no gradient
         self.by_count = False  # the gradient of a row is divided by how often it was looked up
         self.sum: GradientSum | None = None  # where its gradient goes
+        self.leads = False  # its node of autograd gives the sum to the weight
 
-    def source(self, weight: Tensor) -> Tensor:
-        """Return what a module's output is computed from, for autograd: ``weight``, by way of the sum of all
-        lookups."""
+    def source(self, weight: Tensor, may_lead: bool = True) -> Tensor:
+        """Return what a module's output is computed from, for autograd. The first lookup of a batch leads: it is
+        computed from ``weight``, all others from a token that it gives besides, so that its node of autograd comes
+        behind all others'. ``may_lead``: nothing else that learns goes into it."""
         table = self.table
         if table is None or not torch.is_grad_enabled() or not table.learns:
             return weight
         self.sum = found = table.sum(self.padding_at)
-        if found.node is None:
-            found.node = _SumOfLookups.apply(weight, found)  # type: ignore[no-untyped-call]
-        return found.node
+        if found.node is not None:
+            return found.node
+        if may_lead:
+            self.leads = True
+            return weight
+        node: Tensor = _SumOfLookups.apply(weight, found)  # type: ignore[no-untyped-call]
+        found.node = node
+        return node
 
     def gradient(
         self,
@@ -93,6 +100,17 @@ class Lookup:
             out += own
         else:
             np.copyto(out, own)
+
+    def result(self, out: Any) -> Tensor:
+        """Return a module's output from what its node gave: that of one which leads gives the token, too."""
+        found: Tensor = out
+        if self.leads and self.sum is not None:
+            found, self.sum.node = out
+        return found
+
+    def given(self) -> Tensor | None:
+        """Return what the weight is given when its node's backward is over."""
+        return self.sum.take() if self.leads and self.sum is not None else None
 
     def pad(self, padding_idx: int | None) -> None:
         """``padding_idx`` is what this call says of padding, whatever the table's module says. Raises ScriptError where
@@ -138,8 +156,8 @@ def _rows_of(grad: Tensor) -> NDArray[np.float32]:
 
 
 class _SumOfLookups(torch.autograd.Function):
-    """Stands between a table's parameter and the lookups of a batch: they add to one array, and autograd sums up
-    nothing."""
+    """Stands between a table's parameter and the lookups of a batch, where none of them can lead: they add to one
+    array, and autograd sums up nothing."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, found: GradientSum) -> Tensor:
@@ -156,18 +174,21 @@ class _Gather(torch.autograd.Function):
     """Gathers one row per id."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, lookup: Lookup, shape: tuple[int, ...]) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, lookup: Lookup, shape: tuple[int, ...]) -> Any:
         ctx.lookup = lookup
         out = torch.empty((lookup.inverse.shape[0], lookup.dim))
         gather_rows(lookup.values, lookup.inverse, out.numpy())
-        return out.view(shape)
+        if not lookup.leads:
+            return out.view(shape)
+        ctx.set_materialize_grads(False)
+        return out.view(shape), torch.empty(0)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
         lookup: Lookup = ctx.lookup
-        grad = _rows_of(grads[0].reshape(-1, lookup.dim))
-        lookup.gradient(grad)
-        return None, None, None
+        if (grad := grads[0]) is not None:
+            lookup.gradient(_rows_of(grad.reshape(-1, lookup.dim)))
+        return lookup.given(), None, None
 
 
 class _Bag(torch.autograd.Function):
@@ -176,17 +197,22 @@ class _Bag(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, weight: Tensor, weights: Tensor | None, lookup: Lookup, offsets: NDArray[np.int64], mode: Mode
-    ) -> Tensor:
+    ) -> Any:
         ctx.lookup, ctx.offsets, ctx.mode = lookup, offsets, mode
         ctx.save_for_backward(*(() if weights is None else (weights,)))
         out = torch.empty((len(offsets) - 1, lookup.dim))
         w = None if weights is None else weights.detach().numpy()
         bag_forward(lookup.values, lookup.inverse, offsets, mode, w, out.numpy())
-        return out
+        if not lookup.leads:
+            return out
+        ctx.set_materialize_grads(False)
+        return out, torch.empty(0)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
         lookup: Lookup = ctx.lookup
+        if grads[0] is None:  # only others of its sum are in this pass
+            return lookup.given(), None, None, None, None
         saved = ctx.saved_tensors  # once: gradient checkpointing unpacks a tensor one time
         weights = saved[0] if saved else None
         w = None if weights is None else weights.detach().numpy()
@@ -198,7 +224,16 @@ class _Bag(torch.autograd.Function):
             grad_weights = torch.from_numpy(products.astype(np.float32))
         if ctx.needs_input_grad[0]:
             lookup.gradient(grad, ctx.offsets, ctx.mode, w)
-        return None, grad_weights, None, None, None
+        return lookup.given(), grad_weights, None, None, None
+
+
+def _gathered(weight: Tensor, lookup: Lookup, shape: tuple[int, ...]) -> Tensor:
+    return lookup.result(_Gather.apply(lookup.source(weight), lookup, shape))  # type: ignore[no-untyped-call]
+
+
+def _bagged(weight: Tensor, weights: Tensor | None, lookup: Lookup, offsets: NDArray[np.int64], mode: str) -> Tensor:
+    origin = lookup.source(weight, may_lead=weights is None or not weights.requires_grad)
+    return lookup.result(_Bag.apply(origin, weights, lookup, offsets, mode))  # type: ignore[no-untyped-call]
 
 
 def _nothing(weight: TableParameter, shape: tuple[int, ...]) -> Tensor:
@@ -209,8 +244,7 @@ def _nothing(weight: TableParameter, shape: tuple[int, ...]) -> Tensor:
         return torch.zeros(shape)
     lookup = Lookup(table, table.values, np.empty(0, np.int32), np.empty(0, np.int64))
     bounds = np.zeros(shape[0] + 1, np.int64)
-    out: Tensor = _Bag.apply(lookup.source(weight), None, lookup, bounds, "sum")  # type: ignore[no-untyped-call]
-    return out.view(shape)
+    return _bagged(weight, None, lookup, bounds, "sum").view(shape)
 
 
 class Options(NamedTuple):
@@ -241,8 +275,7 @@ def _embedding(weight: TableParameter, source: RowSource, name: str, dim: int, i
         return _nothing(weight, (0, dim)).view((*ids.shape, dim))
     lookup = source.lookup(name, ids)
     options.tell(lookup, source, name)
-    out: Tensor = _Gather.apply(lookup.source(weight), lookup, (*ids.shape, dim))  # type: ignore[no-untyped-call]
-    return out
+    return _gathered(weight, lookup, (*ids.shape, dim))
 
 
 def _bag(
@@ -290,15 +323,11 @@ def _bag(
             bounds = np.arange(bags + 1, dtype=np.int64)
         weights = _without_padding(lookup, bounds, mode, weights)
         mode = "sum"
-    out: Tensor
-    origin = lookup.source(weight)
     if bounds is None and weights is None:
-        out = _Gather.apply(origin, lookup, (bags, dim))  # type: ignore[no-untyped-call]
-    else:
-        if bounds is None:
-            bounds = np.arange(bags + 1, dtype=np.int64)
-        out = _Bag.apply(origin, weights, lookup, bounds, mode)  # type: ignore[no-untyped-call]
-    return out
+        return _gathered(weight, lookup, (bags, dim))
+    if bounds is None:
+        bounds = np.arange(bags + 1, dtype=np.int64)
+    return _bagged(weight, weights, lookup, bounds, mode)
 
 
 def _largest(weight: TableParameter, lookup: Lookup, bounds: NDArray[np.int64]) -> Tensor:
@@ -306,7 +335,7 @@ def _largest(weight: TableParameter, lookup: Lookup, bounds: NDArray[np.int64]) 
     ones gets the gradient is torch's choice."""
     inverse = lookup.inverse[: bounds[-1]].astype(np.int64)
     lookup.inverse = np.arange(len(lookup.values), dtype=np.int32)
-    rows: Tensor = _Gather.apply(lookup.source(weight), lookup, lookup.values.shape)  # type: ignore[no-untyped-call]
+    rows = _gathered(weight, lookup, lookup.values.shape)
     return nn.functional.embedding_bag(
         torch.from_numpy(inverse),
         rows,
@@ -325,6 +354,27 @@ def _hidden(function: Callable[..., Tensor]) -> Callable[..., Tensor] | None:
 
     hidden: Callable[..., Tensor] = disable(function)  # type: ignore[no-untyped-call]
     return hidden
+
+
+_compiler = torch._C._dynamo.eval_frame.get_eval_frame_callback  # None: no compiler looks at what is called
+_QUIET: list[Callable[..., Tensor]] = []
+
+
+def hide_from_compiler() -> None:
+    """If the script may have a compiler: from now on it does not look inside lookups. It must not come to that while it
+    compiles."""
+    if not _QUIET and (hidden := _hidden(_look_up)) is not None:
+        _QUIET.append(hidden)
+
+
+def _look_up(module: _Table, *args: Any) -> Tensor:
+    return module._look_up(*args)
+
+
+def _quietly(module: _Table, *args: Any) -> Tensor:
+    """Look up where a compiler of the script's model does not look inside: rows come from the ps."""
+    hide_from_compiler()
+    return (_QUIET[0] if _QUIET else _look_up)(module, *args)
 
 
 class _Table(nn.Module):
@@ -356,7 +406,6 @@ class _Table(nn.Module):
         self.init, self.optimizer = init, optimizer
         self._source: RowSource | None = None
         self.freeze = False  # its rows do not learn
-        self._quiet: Callable[..., Tensor] | None = None
 
     def attach(self, source: RowSource) -> None:
         """Belong to a job: from now on ``weight`` is the parameter of the table's rows."""
@@ -376,12 +425,6 @@ class _Table(nn.Module):
         norm = self.max_norm, self.norm_type
         return Options(self.padding_idx, self.scale_grad_by_freq, "sum", False, *norm)
 
-    def _uncompiled(self) -> Callable[..., Tensor]:
-        """Return ``_look_up`` where a compiler of the script's model does not look inside: rows come from the ps."""
-        if self._quiet is None:
-            self._quiet = _hidden(self._look_up)
-        return self._look_up if self._quiet is None else self._quiet
-
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         return self  # rows are float32 on the CPU, wherever the rest of the model goes
 
@@ -397,7 +440,7 @@ class _Table(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         parameters = {name: p for name, p in self._parameters.items() if name != "weight"}
-        return {**self.__dict__, "_source": None, "_quiet": None, "_parameters": parameters}
+        return {**self.__dict__, "_source": None, "_parameters": parameters}
 
     def extra_repr(self) -> str:
         rows = "any id" if self.vocabulary is None else str(self.vocabulary)
@@ -429,7 +472,9 @@ class Embedding(_Table):
     dim]``."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return self._uncompiled()(input)
+        if torch.compiler.is_compiling() or _compiler() is not None:
+            return _quietly(self, input)
+        return self._look_up(input)
 
     def _look_up(self, input: Tensor) -> Tensor:
         source = self._attached()
@@ -472,7 +517,9 @@ class EmbeddingBag(_Table):
         self.mode, self.include_last_offset = mode, include_last_offset
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
-        return self._uncompiled()(input, offsets, per_sample_weights)
+        if torch.compiler.is_compiling() or _compiler() is not None:
+            return _quietly(self, input, offsets, per_sample_weights)
+        return self._look_up(input, offsets, per_sample_weights)
 
     def _options(self) -> Options:
         norm = self.max_norm, self.norm_type
@@ -611,8 +658,7 @@ def _all_rows(weight: TableParameter) -> Tensor:
     table = weight._table
     ids = np.arange(len(table.keys))
     lookup = Lookup(table, table.values, ids.astype(np.int32), ids)
-    out: Tensor = _Gather.apply(lookup.source(weight), lookup, table.values.shape)  # type: ignore[no-untyped-call]
-    return out
+    return _gathered(weight, lookup, table.values.shape)
 
 
 ALL_ROWS.append(_uncompiled(_all_rows))

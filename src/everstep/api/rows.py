@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from everstep.errors import ScriptError
 from everstep.native import bag_backward, sum_bits
@@ -186,11 +187,11 @@ def _asked_gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> An
             return differentiate(outputs, wanted, *args, **kwargs)
         unused, zeros = kwargs.pop("allow_unused", None), kwargs.pop("materialize_grads", False)
         before = {i: set(table.summed) for i, table in grown.items()}
-        parts = [found.node for table in grown.values() for found in table.parts if found.node is not None]
+        edges = [edge for table in grown.values() for edge in table.edges]
         for table in grown.values():
             table.asked = True
         try:
-            out = list(differentiate(outputs, [*wanted, *parts], *args, allow_unused=True, **kwargs))
+            out = list(differentiate(outputs, [*wanted, *edges], *args, allow_unused=True, **kwargs))
         finally:
             for table in grown.values():
                 table.asked = False
@@ -390,7 +391,7 @@ class GradientSum:
         """Take ``padding_at``: the index of the row that gets no gradient; -1: there is none."""
         self._table, self._padding_at = table, padding_at
         self.batch, self.layout = table.batch, table.layout
-        self.node: Tensor | None = None  # of autograd; all lookups of the batch come by it
+        self.node: Tensor | None = None  # of autograd; all further lookups of the batch come by it
         self._open: dict[int, NDArray[np.float32]] = {}  # by backward pass; one that failed stays until the batch ends
 
     def target(self) -> tuple[NDArray[np.float32], bool]:
@@ -400,7 +401,7 @@ class GradientSum:
             return table.by_hand(task), True
         if (found := self._open.get(task)) is not None:
             return found, True
-        out = self._open[task] = table.target(len(table.keys))
+        out = self._open[task] = table.target()
         return out, False
 
     def take(self) -> Tensor | None:
@@ -419,7 +420,7 @@ class GradientSum:
             return None
         if self._padding_at >= 0:
             out[self._padding_at] = 0.0
-        return torch.from_numpy(out)
+        return table.arrived(out)
 
 
 class BatchTable:
@@ -458,6 +459,8 @@ class BatchTable:
         self._arrived: list[tuple[NDArray[np.int64], NDArray[np.float32]]] = []  # see ``arrive``
         self._digest = 0
         self.grown = False  # rows of this batch came behind those that a lookup has used
+        self.edges: list[GradientEdge] = []  # of this batch, if ``grown``: to the parameter when it had fewer rows
+        self._lent_at = 0  # address of the memory for gradients that is in use
         self._used = False  # of this batch: the script has the parameter in hand, and may change its values
         self._sorted: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None  # of the keys, and their order
         self._sums: dict[int, GradientSum] = {}  # of these rows, by the index of the padding row
@@ -514,6 +517,7 @@ class BatchTable:
         for part in self.parts:
             part.node = None  # which knows of it: a circle that keeps the rows' memory
         self.parts.clear()
+        self.edges.clear()
         self.summed.clear()
         self._ending.clear()
         if rows is None:
@@ -527,7 +531,7 @@ class BatchTable:
             return
         grad, edited = self._grad(), self.changed()
         old = len(self.keys)
-        self.grown = self.grown or any(found.node is not None for found in self._sums.values())
+        self._grow()
         self._set(np.concatenate([self.keys, keys]), np.concatenate([self.values, values]))
         if not edited:
             self.seen()
@@ -535,6 +539,16 @@ class BatchTable:
             grown = torch.zeros((len(self.keys), self.dim))
             grown[:old] = grad
             self._put_grad(grown)
+
+    def _grow(self) -> None:
+        """Rows are about to come behind those that are there."""
+        for found in self._sums.values():
+            if found.node is None or found.node.grad_fn is None:
+                continue
+            self.grown = True
+            weight, number = found.node.grad_fn.next_functions[0]
+            if weight is not None:
+                self.edges.append(GradientEdge(weight, number))
 
     def fits(self, numbers: int) -> bool:
         """Return whether there is a whole of at most so many numbers."""
@@ -559,7 +573,7 @@ class BatchTable:
         missing[old] = False
         others = np.flatnonzero(missing)
         values[others] = self._read(others)
-        self.grown = self.grown or any(found.node is not None for found in self._sums.values())
+        self._grow()
         self.summed = {task: self._placed(found, old) for task, found in self.summed.items()}
         self._set(np.arange(n, dtype=np.int64), values)
         self.complete, self.moved = True, old
@@ -624,9 +638,16 @@ class BatchTable:
             self.parts.append(found)
         return found
 
-    def target(self, n_rows: int) -> NDArray[np.float32]:
-        """Return where a backward pass may write the gradient of ``n_rows`` rows."""
-        rows = self._rows
+    def arrived(self, grads: NDArray[np.float32]) -> Tensor:
+        """Return a gradient that lies in what ``target`` gave, for autograd."""
+        out = torch.from_numpy(grads)
+        if self._lent and self._rows is not None and grads is self._rows.grads:
+            self._lent_at = out.data_ptr()
+        return out
+
+    def target(self) -> NDArray[np.float32]:
+        """Return where a backward pass may write the gradient of all rows, float32 [rows, dim]."""
+        rows, n_rows = self._rows, len(self.keys)
         self.backwards += 1
         self._stepped = False
         self._begin_local()
@@ -874,7 +895,7 @@ class BatchTable:
         rows, numbers = self._rows, _numbers(now)
         if self.zero_padding and not (keep := keys != self.padding).all():
             return Gradient(keys[keep], numbers[keep], None)
-        lies = rows is not None and self._lent and numbers.ctypes.data == rows.grads.ctypes.data
+        lies = self._lent and not now.is_sparse and now.data_ptr() == self._lent_at and now.is_contiguous()
         if rows is None or not lies or self._exposed or numbers.shape != rows.grads.shape:
             return Gradient(keys, numbers, None)
         self._carried = Carried(self.keys.copy(), now, True)

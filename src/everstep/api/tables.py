@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from everstep.api.dense import FlatGroup
-from everstep.api.nn import Lookup
+from everstep.api.nn import Lookup, hide_from_compiler
 from everstep.api.rows import BatchTable, TableParameter
 from everstep.api.sparse import TableInfo
 from everstep.errors import InternalError, ScriptError
@@ -42,6 +42,11 @@ class Known(NamedTuple):
     rows: TableRows
     inverse: NDArray[np.int32]
     ids: NDArray[np.int64]
+
+    def shows(self, ids: Tensor) -> bool:
+        """Return whether these are the ids still: the script may have written into them."""
+        now: NDArray[np.int64] = ids.numpy()
+        return now.size == len(self.ids) and bool((now.reshape(-1) == self.ids).all())
 
 
 class Fetched(NamedTuple):
@@ -309,6 +314,7 @@ class TableSet:
 
     def take(self, item: BatchItem) -> None:
         """Wait for the rows of ``item`` and make it the current batch."""
+        hide_from_compiler()
         self._arrive(item)
         for group in self.dense:
             rows = item.dense.get(group.spec.id)
@@ -371,16 +377,15 @@ class TableSet:
         key = view_key(ids)
         item.asked.setdefault(table, set()).add(key)
         found = item.lookups.get((table, key))
-        wanted = _flat([ids])
         batch = self.batches[table]
+        if found is not None and not batch.complete and found.rows is item.found.get(table) and found.shows(ids):
+            self.hits += 1
+            return Lookup(batch, batch.values, found.inverse, found.ids, found.rows.padding_at)
+        wanted = _flat([ids])
         if batch.complete:
             check_vocabulary(self.infos[table].spec, wanted)
             padding = self.infos[table].padding
             return Lookup(batch, batch.values, wanted.astype(np.int32), wanted, -1 if padding is None else padding)
-        same = found is not None and found.rows is item.found.get(table) and len(found.ids) == len(wanted)
-        if found is not None and same and (found.ids == wanted).all():
-            self.hits += 1
-            return Lookup(batch, batch.values, found.inverse, found.ids, found.rows.padding_at)
         with self._lock:
             foreseeable = self.predictor.learn(table, ids, item.batch)
         self.misses += 1
