@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from pathlib import Path
 
@@ -24,17 +25,22 @@ from everstep.brain.events import (
     ShardDone,
     StopAsked,
 )
-from everstep.cli.cost import cost_lines, read_prices, report_of, show_cost
+from everstep.cli.cost import cost_lines, cost_of, read_prices, report_of, show_cost
 from everstep.cli.cost_picture import picture
 from everstep.config.spec import JobSpec
 from everstep.errors import ConfigError
 from everstep.ids import Incarnation, LeaseNo, NodeId, ShardKey, Slot
-from everstep.model.capacity import CapacityStep, Market
+from everstep.model.capacity import CapacityStep, Market, Offer
 from everstep.model.member import Address, Role
 from everstep.model.shard import ShardSchedule, lease_no, shard_key
 from everstep.monitor.node_costs import MachineSpan, MemberSpan, PlayedClock, goodput, merged, reckon
 from everstep.monitor.prices import PriceBook, PriceError, PriceRow, parse_prices
 from everstep.monitor.spending import Spending, read_spending
+from everstep.platforms.trace_variants import by_chance
+from everstep.platforms.traces import TraceMarket, timeline_of
+from everstep.sim.elastic.job_model import MeasuredJob
+from everstep.sim.elastic.virtual_job import VirtualJob, Work
+from everstep.storage.journal import Journal
 
 RECORDED = Path(__file__).parents[2] / "benchmarks" / "traces" / "spot_prices"
 H = 3600.0
@@ -328,3 +334,30 @@ def test_wrong_flags_are_one_line(tmp_path: Path, at: str, out: Path | None, say
         show_cost(tmp_path, False, None, at, out)
     with pytest.raises(ConfigError, match="--as '@a': expected CLASS or CLASS@ZONE"):
         show_cost(tmp_path, False, None, "", None, "@a")
+
+
+# ------------------------------------------------------------ beside a restart from the checkpoint
+
+
+def test_what_a_restart_would_have_cost(tmp_path: Path) -> None:
+    """Of a virtual job's journal: machines go every ten minutes, and a restart takes what a start took."""
+    trace = by_chance(3, 30_000.0, between_s=600.0, back_s=60.0, seed=4)
+    market = TraceMarket(trace, timeline_of(trace, 1.0), Offer("g5", "a", SPOT))
+    spec = JobSpec(ps=1, checkpoint_every="5m", hardware="g5")
+    job = VirtualJob(spec, Work(10_000_000, 2, 20_000), MeasuredJob(), market, 3, keep_events=True)
+    assert job.run(1e6).ended and job.events
+    journal = Journal(tmp_path / "journal.sqlite", Incarnation(1))
+    for event in job.events:
+        journal.append(event)
+    journal.close()
+    report = cost_of(tmp_path, parse_prices("class,zone,market,usd_per_hour\ng5,,spot,0.5\ng5,,on_demand,2.0\n"))
+    found = report.restart
+    assert found is not None and report.goodput is not None and found.usd is not None
+    assert found.interval == "as in this run" and found.interval_s == pytest.approx(300.0, rel=0.1)
+    assert 0.2 < found.goodput < report.goodput
+    assert found.usd == pytest.approx(report.costs.spent.usd * report.goodput / found.goodput)
+    assert found.saved is not None and report.saved is not None and found.saved < report.saved
+    assert any("restart from checkpoint" in line and "as in this run" in line for line in cost_lines(report))
+    assert json.loads(show_cost(tmp_path, True, None, "", None))["restart"]["usd"] is None
+    nothing = cost_lines(report_of(Spending(), tmp_path, PriceBook()))
+    assert any("trained too little" in line for line in nothing)

@@ -82,6 +82,16 @@ def test_a_loss_that_nobody_told_of_costs_more() -> None:
     assert silent.ended and silent.goodput < told.goodput - 0.02
 
 
+def test_a_job_waits_for_members_as_its_settings_say() -> None:
+    lives = (MachineLife(0.0, 500.0), MachineLife(0.0, 500.0))
+    spec = spec_of("allreduce", min_workers=2, max_wait="10m", on_wait_timeout="suspend", model_to="none")
+    found = job_on(Trace(lives, 5000.0, 2), spec, Work(40_000_000, 1, 10_000)).run(50_000.0)
+    assert not found.ended and "suspended" in found.why
+    assert 1000.0 < found.length_s < 1500.0  # 500 s, and ten minutes of a wait
+    ran = spec_of("allreduce", min_workers=2, max_wait="10m", on_wait_timeout="run")
+    assert job_on(Trace(lives, 5000.0, 2), ran, Work(4_000_000, 1, 10_000)).run(50_000.0).ended
+
+
 def test_not_over_in_time_is_said() -> None:
     found = job_on(Trace((), 0.0, 0), spec_of("ps"), Work(10_000_000, 1, 100_000)).run(100.0)
     assert not found.ended and "not over after" in found.why

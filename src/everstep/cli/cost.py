@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gzip
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from everstep.brain.events import Event
 from everstep.cli.replay import JOURNAL_FILE
+from everstep.cli.restart_cost import RestartCost, restart_cost
 from everstep.errors import ConfigError, escaped
 from everstep.monitor.node_costs import HOUR_S, Costs, MachineSpan, NodeSum, reckon
 from everstep.monitor.prices import PriceBook, PriceError, moment, parse_prices
@@ -18,6 +21,7 @@ from everstep.storage.journal import read_journal
 
 PRICES_MAX_BYTES = 256 << 20
 _HOURS_SHOWN = 48
+_NO_RESTART = "  restart from checkpoint, the same work: unknown: the run trained too little to tell how fast it was"
 _ROLES = ("master", "ps", "worker", "nobody")
 
 
@@ -34,6 +38,7 @@ class CostReport(msgspec.Struct, frozen=True):
     machines: tuple[MachineSpan, ...]
     costs: Costs
     goodput: float | None
+    restart: RestartCost | None = None
 
     @property
     def saved(self) -> float | None:
@@ -68,6 +73,7 @@ class CostReport(msgspec.Struct, frozen=True):
             "goodput_part": self.goodput,
             "saved": self.saved,
             "usd_per_sample": self.per_sample,
+            "restart": self.restart.as_dict() if self.restart is not None else None,
             "roles": {role: _sum(found) for role, found in costs.roles.items()},
             "hours": [_sum(found) for found in costs.hours],
             "nodes": {node: _sum(found) for node, found in costs.nodes.items()},
@@ -126,8 +132,13 @@ def cost_of(
     """Return what a run has cost until now, or until its end. ``at``: the time of the price book, seconds since 1970,
     at which the job began; None: when it began here. ``kind``: class and zone ("": its own) as which every machine is
     reckoned; None: as what it is. Raise ConfigError or PlatformError."""
-    found = read_spending(event for _, event, _ in read_journal(run_dir / JOURNAL_FILE))
-    return report_of(found, run_dir, prices, at, kind)
+    found = read_spending(_events(run_dir))
+    report = report_of(found, run_dir, prices, at, kind)
+    return msgspec.structs.replace(report, restart=restart_cost(_events(run_dir), found, report.costs))
+
+
+def _events(run_dir: Path) -> Iterator[Event]:
+    return (event for _, event, _ in read_journal(run_dir / JOURNAL_FILE))
 
 
 def report_of(
@@ -176,6 +187,7 @@ def cost_lines(report: CostReport) -> list[str]:
     good = "unknown" if report.goodput is None else f"{report.goodput:.3f}"
     saved = "unknown" if report.saved is None else f"{100 * report.saved:.1f} %"
     lines.append(f"  saved: {saved} = 1 - price part {part} / goodput part {good}")
+    lines.append(f"  {report.restart.line()}" if report.restart is not None else _NO_RESTART)
     one = "unknown" if report.per_sample is None else f"{report.per_sample * 1e6:.4g} USD for a million"
     lines.append(f"  samples: {report.samples:,}, {one}")
     if costs.roles:

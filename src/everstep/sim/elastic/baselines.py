@@ -23,7 +23,7 @@ from everstep.policies.advise import young_interval
 from everstep.sim.elastic.job_model import JobModel
 from everstep.sim.elastic.outcome import Outcome, WorkMeter
 
-SWEEP_S: Final = (10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0, 1280.0, 2560.0, 5120.0, 10240.0)
+SWEEP_S: Final = (5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0, 1280.0, 2560.0, 5120.0, 10240.0)
 
 
 class Rule(NamedTuple):

@@ -44,6 +44,7 @@ from everstep.brain.events import (
     Sender,
     StartProcess,
     StopProcess,
+    SupervisionDue,
     by_ps,
 )
 from everstep.brain.job import Phase
@@ -200,6 +201,7 @@ class VirtualJob:
         self._fleet = Fleet()
         self._every = parse_every(spec.checkpoint_every)
         self._due_at = 0.0
+        self._look_at = 0.0
         self._gathers = False
         self._cpu_s = 0.0
         self._most = most
@@ -290,6 +292,10 @@ class VirtualJob:
         if nodes_due_at and not self._gathers:
             self._gathers = True
             self.kernel.at(max(self.kernel.now, nodes_due_at - STARTED_AT), self._nodes_due)
+        look_at = self.brain.state.supervision.due_at
+        if look_at and look_at != self._look_at:
+            self._look_at = look_at
+            self.kernel.at(max(self.kernel.now, look_at - STARTED_AT), self._supervise, look_at)
         due_at = self.brain.state.groups.timing.due_at
         if due_at and due_at != self._due_at:
             self._due_at = due_at
@@ -298,6 +304,11 @@ class VirtualJob:
         if self.workers.through() and not self.kernel.stopped:
             self.kernel.stopped = True
         return answer
+
+    def _supervise(self, look_at: float) -> None:
+        if self.brain.state.supervision.due_at == look_at:
+            self._look_at = 0.0
+            self.tell(SupervisionDue())
 
     def _nodes_due(self) -> None:
         self.tell(NodesDue())
@@ -328,7 +339,10 @@ class VirtualJob:
             case CommitManifest(manifest):
                 self.kernel.after(SOON_S, self._committed, manifest.checkpoint)
             case FinishJob(exit_code, error):
-                self.error = error or ("" if not exit_code else f"it ended with {exit_code}")
+                suspended = (
+                    f"suspended: {self.brain.state.supervision.why}" if self.brain.job.phase is Phase.SUSPENDED else ""
+                )
+                self.error = error or suspended or (f"it ended with {exit_code}" if exit_code else "")
                 self.kernel.stopped = True
             case Note(member, decision):
                 if decision.action in _SHOWN and len(self.notes) < NOTES_MAX:
