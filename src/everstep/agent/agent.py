@@ -188,6 +188,7 @@ class Agent:
         self._errors = ScriptErrors(self._say, spec.script_retries)
         self._asked_to_stop = False
         self._leaving = False
+        self._told_over = False  # by the master: ps here end by themselves
         self._closed = False
         self._parent_fd = -1
         self._work: collections.deque[Callable[[], None]] = collections.deque()
@@ -642,6 +643,7 @@ class Agent:
             case StopProcess():
                 self._end(order)
             case FinishJob():
+                self._told_over = True
                 self._finish(order.exit_code, order.error)
             case Hit():
                 self._hit(order)
@@ -879,7 +881,8 @@ class Agent:
             if entry.status is None and entry.role == Role.WORKER:
                 self._terminate(entry, WORKER_GRACE_S)
             elif entry.status is None:
-                self._after(PS_GRACE_S if has_master else 0.0, partial(self._terminate, entry, KILL_AFTER_S))
+                by_itself = has_master or self._told_over
+                self._after(PS_GRACE_S if by_itself else 0.0, partial(self._terminate, entry, KILL_AFTER_S))
         if self._keeps_master:
             self._after(PS_GRACE_S + KILL_AFTER_S + 2.0, lambda: self._end_master(signal.SIGTERM))
             self._after(PS_GRACE_S + 2 * KILL_AFTER_S + 2.0, lambda: self._end_master(signal.SIGKILL))

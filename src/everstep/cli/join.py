@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import secrets
 import shutil
 import socket
@@ -16,14 +17,16 @@ from everstep.agent.rundir import RunDirLock, disk_error, remove_sockets
 from everstep.bounds import PLACES_MAX
 from everstep.config.capacity import check_zone
 from everstep.config.load import check_script, new_run_dir, save_spec
+from everstep.config.spec import JobSpec
 from everstep.errors import ConfigError, EverstepError, PlatformError
 from everstep.ids import NodeId
 from everstep.model.capacity import RETURNS_A_LIFE, Market
 from everstep.model.member import Address
-from everstep.net.auth import Secret, load_secret
+from everstep.net.auth import Identity, Secret, load_secret
 from everstep.net.messages import GetSpec, SpecReport
 from everstep.net.sockets import parse_host_port
 from everstep.platforms.notices import NoticeWatch, sources_of
+from everstep.protect.home_files import LogSender, link_home
 
 JOIN_S = 30.0
 STILL_HERE_S = 600.0
@@ -48,7 +51,8 @@ def join_job(
 ) -> int:
     """Run this machine's agent until the job ends or the agent is stopped; return the exit code. ``notices``: as in
     ``--notices``; None: as the job says. ``zone``, ``market``: of this machine, "": not said. ``life``: so many
-    machines of this name came before. ``ps``: that this node takes. ``machine``: as which
+    machines of this name came before. ``ps``: that this node takes, None: see
+    ``ps_offered``. ``machine``: as which
     this one counts, "": found out."""
     from everstep.cli.link import ask_address, connect_agent, own_host, write_remote_master
 
@@ -84,6 +88,11 @@ def join_job(
         print(
             f"everstep: {name} joins {spec.name} at {master} with {workers} workers, run directory {here}", flush=True
         )
+        identity = Identity(purpose="data", role="agent", node=name, pid=os.getpid())
+        link = link_home(spec, address, secret, identity)
+        logs = LogSender(here / "audit", name, link) if link is not None else None
+        if logs is not None:
+            logs.start()
         for returns in itertools.count(life * RETURNS_A_LIFE):
             agent = Agent(
                 spec,
@@ -94,7 +103,7 @@ def join_job(
                 keeps_master=False,
                 host=own_host(host, port),
                 worker_places=workers,
-                ps_places=ps or 0,
+                ps_places=ps_offered(spec, market) if ps is None else ps,
                 hardware=hardware,
                 notices=sources_of(spec.notices if notices is None else notices),
                 returns=returns,
@@ -108,9 +117,18 @@ def join_job(
             if not _stays(agent, lambda: _job_is_on(address, secret)):
                 break
             _say(f"{name} is still here: it joins {spec.name} again")
+        if logs is not None:
+            logs.close()
     if outcome.exit_code:
         sys.stderr.write(f"{outcome.detail}everstep: {outcome.error}; run directory {here}\n")
     return outcome.exit_code
+
+
+def ps_offered(spec: JobSpec, market: str) -> int:
+    """Return how many ps a node takes where nobody said: any number if the job expects nodes or protects its ps; none
+    on a machine that may be taken back."""
+    wanted = spec.nodes > 1 or spec.parity not in ("", "0")
+    return PLACES_MAX if wanted and market != Market.SPOT else 0
 
 
 def _say(text: str) -> None:

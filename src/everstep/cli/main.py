@@ -461,7 +461,7 @@ def doctor() -> None:
 @click.option("--join", "master", required=True, metavar="HOST:PORT", help="The master's --bind address.")
 @click.option("--secret-file", type=click.Path(path_type=Path), required=True, help="Copy of RUN_DIR/secret.")
 @click.option("--workers", type=int, default=1, show_default=True, help="Workers that this node takes.")
-@click.option("--ps", type=int, help="Ps that this node takes (default 0).")
+@click.option("--ps", type=int, help="Ps that it takes (default: any number with --parity or --nodes, none on spot).")
 @click.option("--run-dir", type=click.Path(path_type=Path), help="For logs and sockets here.")
 @click.option("--node", default="", help="Name of this node (default: its host name and a random end).")
 @click.option("--hardware", default="", help="Class of this machine (default: from its GPUs or processor).")

@@ -166,7 +166,7 @@ def resumed_spec(
     if (spec.mode == "allreduce") != (manifest.replica is not None):
         of = "allreduce" if manifest.replica is not None else "ps"
         raise ConfigError(f"--mode {spec.mode}: checkpoint {manifest.checkpoint} of {place.url} is of mode {of}")
-    spec = msgspec.structs.replace(spec, script=str(script), bind=settled(spec.bind))
+    spec = msgspec.structs.replace(spec, script=str(script), bind=settled(spec.bind), files_port=0)
     before = read_origins(old_dir) if old_dir is not None else {}
     from_checkpoint = f"checkpoint {manifest.checkpoint}"
     origins = {name: origin if name in given else before.get(name, from_checkpoint) for name, origin in origins.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -47,6 +48,7 @@ LEFT = (  # by a run in which nothing was started
     "resume.json",
 )
 STATUS_S = 1.0  # a display waits no longer for the master
+LOGS_S = 20.0  # nodes that are there send the last of their audit logs within that
 
 
 def run_job(config: Path | None, flags: Mapping[str, Any], live: bool) -> int:
@@ -106,6 +108,17 @@ def settled(bind: str, tried: bool = True) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def listen_beside(bind: str, port: int) -> socket.socket:
+    """Listen at another port of the same host. ``port`` 0: any that is free, but for the one of ``bind``, which the
+    master is to have. Raise PlatformError."""
+    host, taken = parse_host_port(bind)
+    listener = listen_tcp(host, port)
+    if port or listener.getsockname()[1] != taken:
+        return listener
+    with contextlib.closing(listener):
+        return listen_tcp(host, 0)
+
+
 def job_name(script: Path) -> str:
     """A job without a name of its own has its script's."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", script.stem).strip("-._")[:60] or "job"
@@ -160,6 +173,13 @@ def _run(spec: JobSpec, origins: dict[str, str], run_dir: Path, live: bool, line
     from everstep.cli.link import connect_agent, reachable_host
     from everstep.net.auth import create_secret, load_secret
     from everstep.net.rendezvous import master_address
+    from everstep.protect.home_files import HomeFiles, served_places
+
+    files: HomeFiles | None = None
+    if spec.bind:
+        listener = listen_beside(spec.bind, spec.files_port)
+        spec = msgspec.structs.replace(spec, files_port=listener.getsockname()[1])
+        files = HomeFiles(served_places(spec, run_dir), run_dir / "audit", listener)
 
     def prepare() -> None:
         try:
@@ -167,6 +187,8 @@ def _run(spec: JobSpec, origins: dict[str, str], run_dir: Path, live: bool, line
             save_spec(run_dir, spec, origins)
         except OSError as error:
             raise disk_error(run_dir, error) from None
+        if files is not None:
+            files.serve(load_secret(run_dir / "secret"), spec.tls == "all")
 
     agent: Agent | None = None
 
@@ -218,9 +240,15 @@ def _run(spec: JobSpec, origins: dict[str, str], run_dir: Path, live: bool, line
         fleet.start()
     try:
         outcome = agent.run()
+        if files is not None and (missing := files.wait(LOGS_S)):
+            display.say(
+                f"audit logs of {', '.join(missing)} are not all here: these nodes were not heard for {LOGS_S:g} s"
+            )
     finally:
         if fleet is not None:
             fleet.close()
+        if files is not None:
+            files.close()
         display.stop()
     outcome, lines = leave_model(spec, run_dir, outcome)
     return conclude(outcome, run_dir, time.monotonic() - began, lines)

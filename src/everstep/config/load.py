@@ -61,6 +61,7 @@ _RANGES: Final[dict[str, tuple[float, float]]] = {
     "capacity_workers": (1, PLACES_MAX),
     "capacity_ps": (0, PLACES_MAX),
     "nodes": (1, MEMBERS_MAX),
+    "files_port": (0, 65535),
     "nodes_wait_s": (0.0, 86_400.0),
     "ps": (0, MEMBERS_MAX),
     "min_workers": (1, MEMBERS_MAX),

@@ -253,6 +253,7 @@ def check(facts: JobFacts, done: set[ShardKey], logs: Sequence[PsLog], run_dir: 
         if facts.over and not log.closed and any(log in [s.log for s in journeys[b][-1:]] for b in log.stints):
             report.notes.append(f"{log.name} did not close its log: its final fingerprint is not checked")
     _check_owners(facts, journeys, report, bool(done))
+    _name_lost_machines(facts, logs, report)
     n_partitions = facts.partitions
     for (shard, lo, hi), partitions in sorted(skipped.items()):
         share = "" if partitions >= n_partitions else f" at {partitions} of {n_partitions} partitions"
@@ -298,6 +299,26 @@ def _check_owners(
             report.offenders.append(Offence("bad record", f"ps:{slot}", detail=detail))
     for slot, n in sorted(silent.items()):
         report.offenders.append(Offence("no log", f"ps:{slot}", detail=f"it owned {n} partitions"))
+
+
+def _name_lost_machines(facts: JobFacts, logs: Sequence[PsLog], report: AuditReport) -> None:
+    """Say whose logs are gone with their machine, and what vouches for them."""
+    here = {(log.slot, log.life): log for log in logs}
+    for node, lives in sorted(facts.lost_with.items()):
+        ended = sorted(life for life in lives if life not in here or not here[life].closed)
+        if not ended:
+            continue
+        parts = []
+        for slot, life in ended:
+            log = here.get((slot, life))
+            parts.append(
+                f"ps:{slot} #{life} (" + (f"{log.n} pushes are here)" if log is not None else "no log is here)")
+            )
+        report.notes.append(
+            f"{node} was lost with the end of the logs of {', '.join(parts)}. What is missing, the watermarks of the "
+            f"partitions that others took over vouch for ({report.counts.get('vouched', 0):,} samples of partitions in "
+            "all), and their fingerprints prove it"
+        )
 
 
 def _finished_epochs(

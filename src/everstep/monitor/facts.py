@@ -29,7 +29,8 @@ from everstep.brain.events import (
 )
 from everstep.brain.job import Phase
 from everstep.errors import PlatformError
-from everstep.ids import Incarnation, LeaseNo, ShardKey, Slot
+from everstep.ids import Incarnation, LeaseNo, NodeId, ShardKey, Slot
+from everstep.model.member import Role
 from everstep.model.shard import ShardSchedule, ShardState, shard_key, split_key
 from everstep.model.snapshot import Manifest
 from everstep.monitor.loops import LoopFacts
@@ -40,7 +41,8 @@ from everstep.storage.journal import SQL_ERRORS, check_version, sound_row
 class JobFacts:
     """Holds what the journal says of a job. ``resumed``: shards that were done before this job went on from a
     checkpoint. ``steps``: mode allreduce; ``groups``: who may push under the lease of a generation there. ``loops``:
-    what the loops of the script asked for. ``manifests``: of its checkpoints, by number, also of those that were
+    what the loops of the script asked for. ``ps_on``: where each life of a ps ran; ``lost_with``: those that were
+    running on a node when it was lost. ``manifests``: of its checkpoints, by number, also of those that were
     dropped."""
 
     def __init__(self) -> None:
@@ -51,6 +53,8 @@ class JobFacts:
         self.manifests: dict[int, Manifest] = {}
         self.steps = StepFacts(self.loops)
         self.groups: dict[LeaseNo, set[tuple[Slot, Incarnation]]] = {}
+        self.ps_on: dict[tuple[Slot, Incarnation], NodeId] = {}
+        self.lost_with: dict[NodeId, set[tuple[Slot, Incarnation]]] = {}
         self._said: set[ShardKey] = set()
 
     def __repr__(self) -> str:
@@ -58,6 +62,8 @@ class JobFacts:
 
     def take(self, event: Event) -> None:
         """Add one event to the facts."""
+        nodes = self.brain.members.nodes
+        up = {node.node for node in nodes.values() if node.alive} if len(nodes) > 1 else set()
         out, fact, sender = self.brain.handle(event), event.fact, event.sender
         if isinstance(fact, PlanRegistered):
             for reply in out:
@@ -79,11 +85,17 @@ class JobFacts:
             self.resumed = {k for k in self._all_shards() if self._is_done(k)}
             self.steps.before = {n: (d.finished_epochs, 0) for n, d in enumerate(fact.manifest.datasets)}
         elif isinstance(fact, MemberJoined):
+            if fact.role is Role.PS:
+                self.ps_on[fact.slot, fact.incarnation] = fact.node
             for lease in fact.leases:  # adopted: granted by a master whose journal lost its tail
                 held = self.brain.leases.get(lease.shard)
                 if held is not None and (held.no, held.worker) == (lease.no, fact.slot):
                     self._grant(lease.no, lease.shard, fact.slot, fact.incarnation)
 
+        for node in up:
+            if not nodes[node].alive:
+                here = {life for life, at in self.ps_on.items() if at == node}
+                self.lost_with.setdefault(node, set()).update(here)
         for instruction in out:
             if isinstance(instruction, CommitManifest):
                 self.manifests[instruction.manifest.checkpoint] = instruction.manifest

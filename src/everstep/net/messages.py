@@ -469,6 +469,59 @@ class EndFollow(msgspec.Struct, frozen=True, tag="end_follow"):
     incarnation: Incarnation
 
 
+# ---------------------------------------------------------------- files of the first node
+
+
+class FilePut(msgspec.Struct, frozen=True, tag="file_put"):
+    """Brings the bytes ``at`` .. of a new file of ``place``; ``part``: one word of the writer's, the same for all of
+    it. ``last``: the file is whole, and appears under its name. Answer: FileTaken | Bad."""
+
+    place: str
+    path: str
+    part: str
+    at: Whole
+    last: bool = False
+
+
+class FileRead(msgspec.Struct, frozen=True, tag="file_read"):
+    """Asks for ``size_bytes`` of a file from ``at`` on, or less at its end. Answer: FilePiece | Bad."""
+
+    place: str
+    path: str
+    at: Whole
+    size_bytes: Whole
+
+
+class FileList(msgspec.Struct, frozen=True, tag="file_list"):
+    """Asks which files a place has; ``below``: in its folders, too. Answer: FileNames | Bad."""
+
+    place: str
+    below: bool = False
+
+
+class FileDrop(msgspec.Struct, frozen=True, tag="file_drop"):
+    """Asks to delete a file, which need not be there. Answer: FileTaken | Bad."""
+
+    place: str
+    path: str
+
+
+class LogGrown(msgspec.Struct, frozen=True, tag="log_grown"):
+    """Brings what an audit log of ``node`` has from byte ``at`` on. Answer: FileTaken (how much of it is here: go on
+    from there) | Bad."""
+
+    node: str
+    name: str
+    at: Whole
+
+
+class LogsTold(msgspec.Struct, frozen=True, tag="logs_told"):
+    """Says that ``node`` is there, and whether it has told all that its logs will ever have. Answer: FileTaken."""
+
+    node: str
+    over: bool
+
+
 DataRequest = (
     Attach
     | Declare
@@ -487,6 +540,12 @@ DataRequest = (
     | ReadState
     | NextStep
     | EndFollow
+    | FilePut
+    | FileRead
+    | FileList
+    | FileDrop
+    | LogGrown
+    | LogsTold
 )
 
 # ---------------------------------------------------------------- data plane: answers
@@ -618,6 +677,22 @@ class Bad(msgspec.Struct, frozen=True, tag="bad"):
     error: str
 
 
+class FileTaken(msgspec.Struct, frozen=True, tag="file_taken"):
+    """Says that it is done; ``size_bytes``: of the file now."""
+
+    size_bytes: Whole = 0
+
+
+class FilePiece(msgspec.Struct, frozen=True, tag="file_piece"):
+    """Brings what was asked for of a file of ``size_bytes``; -1: it is not there."""
+
+    size_bytes: WholeOrNone
+
+
+class FileNames(msgspec.Struct, frozen=True, tag="file_names"):
+    sizes: dict[str, Whole]
+
+
 DataAnswer = (
     LogTaken
     | Declared
@@ -637,5 +712,8 @@ DataAnswer = (
     | StepDid
     | NotYet
     | SnapshotGone
+    | FileTaken
+    | FilePiece
+    | FileNames
     | Bad
 )

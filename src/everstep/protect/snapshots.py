@@ -101,7 +101,7 @@ class SnapshotWriter:
     other.
 
     ``bytes_per_s``: the most that is written (0: no limit). ``retry_s``: how long a place that does not answer is tried
-    again before the checkpoint is given up.
+    again before the checkpoint is given up. ``places``: how a place is opened.
     """
 
     def __init__(
@@ -114,12 +114,14 @@ class SnapshotWriter:
         job: str | None = None,
         bytes_per_s: float = 0.0,
         retry_s: float = 120.0,
+        places: Callable[[str], StoragePlace] = open_place,
     ) -> None:
         self._store = store
         self._run_dir = run_dir
         self._slot, self._incarnation = slot, incarnation
         self._job = job
         self._bytes_per_s, self._retry_s = bytes_per_s, retry_s
+        self._places = places
         self._lock = threading.Condition()
         self._wanted: _Wanted | None = None
         self._doing: _Wanted | None = None
@@ -213,7 +215,7 @@ class SnapshotWriter:
         began = time.monotonic()
         snapshots: list[PartitionSnapshot] = []
         try:
-            place = open_place(url)
+            place = self._places(url)
             for partition in partitions:
                 written = self._snapshot(place, checkpoint, since, partition)
                 if written is not None:

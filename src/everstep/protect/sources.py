@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -14,7 +15,7 @@ from everstep.ids import PartitionId
 from everstep.model.snapshot import Manifest, PartitionSnapshot
 from everstep.protect.manifest import CHECKPOINTS, ManifestTrust, list_checkpoints, read_manifest
 from everstep.storage.atomic import write_atomic
-from everstep.storage.places import open_place
+from everstep.storage.places import StoragePlace, open_place
 
 ORIGIN_FILE = "resume.json"
 
@@ -56,7 +57,10 @@ class SnapshotSources:
     number means one checkpoint, wherever it lies. Thread-safe; the manifest asked for last is kept. ``key``: what this
     job's manifests are written with; another one is refused, but for those that the user said to trust."""
 
-    def __init__(self, spec: JobSpec, run_dir: Path, key: bytes) -> None:
+    def __init__(
+        self, spec: JobSpec, run_dir: Path, key: bytes, places: Callable[[str], StoragePlace] = open_place
+    ) -> None:
+        self._places = places
         self._trust = ManifestTrust(key=key, digests=spec.trusted)
         self.urls = [url for url in dict.fromkeys((own_url(spec, run_dir), spec.resume_from)) if url]
         self._lock = threading.Lock()
@@ -65,8 +69,8 @@ class SnapshotSources:
     def __repr__(self) -> str:
         return f"<SnapshotSources {', '.join(self.urls)}>"
 
-    def snapshot(self, partition: PartitionId, checkpoint: int) -> tuple[str, PartitionSnapshot]:
-        """Return the place (directory or URL) and the snapshot, for ``restore.load_partition``. Raises CheckpointError:
+    def snapshot(self, partition: PartitionId, checkpoint: int) -> tuple[StoragePlace, PartitionSnapshot]:
+        """Return the place and the snapshot, for ``restore.load_partition``. Raises CheckpointError:
         there is no such checkpoint, it is not intact, or not the job's; StorageError: the place cannot be read, try
         again."""
         with self._lock:
@@ -75,12 +79,12 @@ class SnapshotSources:
             url, manifest = self._kept
         for snapshot in manifest.snapshots:
             if snapshot.partition == partition:
-                return url, snapshot
+                return self._places(url), snapshot
         raise CheckpointError(f"checkpoint {checkpoint} of {url} has no snapshot of partition {partition}")
 
     def _find(self, checkpoint: int) -> tuple[str, Manifest]:
         for url in self.urls:
-            place = open_place(url)
+            place = self._places(url)
             if checkpoint in list_checkpoints(place):
                 return url, read_manifest(place, checkpoint, self._trust)
         raise CheckpointError(f"checkpoint {checkpoint} is not in {' nor in '.join(self.urls)}")

@@ -49,6 +49,7 @@ from everstep.net.messages import Answered, Beat, OrderType, Slow, TakeSnapshots
 from everstep.net.rendezvous import SECRET_FILE, master_address, ps_socket
 from everstep.net.retry import StoppedError, retry
 from everstep.net.sockets import listen_tcp, listen_unix
+from everstep.protect.home_files import link_home, place_opener
 from everstep.protect.restore import load_partition
 from everstep.protect.snapshots import SnapshotWriter
 from everstep.protect.sources import SnapshotSources
@@ -101,8 +102,11 @@ class PsProcess:
         )
         if spec.ps_limit_bytes:
             self.service.store.set_limit(spec.ps_limit_bytes, spec.on_full)
-        self.snapshots = SnapshotWriter(self.service.store, run_dir, slot=slot, incarnation=incarnation)
-        self._sources = SnapshotSources(spec, run_dir, secret.checkpoint_key)
+        find = master if master is not None else lambda: master_address(run_dir)
+        self._home = link_home(spec, find(), secret, self._identity("data"))
+        places = place_opener(self._home, spec)
+        self.snapshots = SnapshotWriter(self.service.store, run_dir, slot=slot, incarnation=incarnation, places=places)
+        self._sources = SnapshotSources(spec, run_dir, secret.checkpoint_key, places)
         self.service.load = self._load
         self.service.on_load_failed = self._load_failed
         self._news = threading.Event()  # something is whole here that was not
@@ -120,7 +124,7 @@ class PsProcess:
             self.service, listeners, secret, self._identity("data"), tls=spec.tls == "all" and bool(port)
         )
         self.control = ControlClient(
-            address=master if master is not None else lambda: master_address(run_dir),
+            address=find,
             run_dir=run_dir,
             secret=secret,
             identity=self._identity("control"),
@@ -154,6 +158,8 @@ class PsProcess:
                 self.service.finish()
         finally:
             self.snapshots.close()
+            if self._home is not None:
+                self._home.close()
             self.service.keeper.close()
             self.server.close()
             self.control.close()
@@ -327,8 +333,8 @@ class PsProcess:
         )
 
     def _load(self, partition: PartitionId, checkpoint: int) -> None:
-        url, snapshot = self._sources.snapshot(partition, checkpoint)
-        load_partition(self.service.store, url, snapshot)
+        place, snapshot = self._sources.snapshot(partition, checkpoint)
+        load_partition(self.service.store, place, snapshot)
 
     def _beat(self) -> Beat:
         stats = self.service.store.stats()
