@@ -9,8 +9,9 @@ import queue
 import threading
 import time
 
+from everstep.api.batch_item import BatchItem
 from everstep.api.protocol_driver import ProtocolDriver
-from everstep.api.tables import BatchItem, TableSet
+from everstep.api.tables import TableSet
 from everstep.api.turn_waits import TurnWaits
 from everstep.data.loader import Loader
 from everstep.data.random_streams import STREAMS

@@ -73,7 +73,7 @@ class TableFiring:
     def hold(self, optimizer: Any, of_torch: torch.optim.Optimizer) -> None:
         """Let ``optimizer`` (as the script has it) fire the tables whose parameters ``of_torch`` holds. Raises
         ScriptError where its formula has no twin on the ps."""
-        self._tables.optimizers.append(of_torch)
+        self._tables.declarations.optimizers.append(of_torch)
         for i, group in enumerate(of_torch.param_groups):
             for p in group["params"]:
                 if not isinstance(p, TableParameter):
@@ -82,7 +82,7 @@ class TableFiring:
                 info = self._tables.infos[name]
                 twin = None if info.own else TwinGroup(f"param_groups[{i}]", type(of_torch), group, table=True)
                 if twin is not None:
-                    self._tables.set_optimizer(name, twin.spec)
+                    self._tables.declarations.set_optimizer(name, twin.spec)
                 elif group.get("maximize"):
                     raise ScriptError(
                         f"{type(of_torch).__name__}(maximize=True) holds the weight of table {name!r}, whose own "

@@ -27,13 +27,14 @@ from everstep.allreduce.collective import CollectiveError
 from everstep.allreduce.gradient_buckets import join_digests
 from everstep.allreduce.state import bit_sum
 from everstep.allreduce.step import Collective, GroupWork, StepAttempt, VoteOutcome
+from everstep.api.batch_item import BatchItem
 from everstep.api.carried_rows import CarriedRows, left_out
 from everstep.api.firing import TableFiring
 from everstep.api.group_push_driver import GroupPushDriver
 from everstep.api.iteration_steps import IterationSteps
 from everstep.api.listeners import WorkerRuntime
 from everstep.api.row_entries import Entry, pack, unpack
-from everstep.api.tables import BatchItem, TableSet
+from everstep.api.tables import TableSet
 from everstep.errors import EverstepError, InternalError, ScriptError
 from everstep.ids import LeaseNo, ShardKey
 from everstep.model.group import Group, Mark
@@ -67,7 +68,7 @@ class GroupTables:
         self.scale: Callable[[], float] = lambda: 1.0
         self.firing = TableFiring(tables)
         tables.all_since = True
-        tables.refuses_renorm = (
+        tables.renorming.refuses = (
             "changes rows in forward, and in mode allreduce only optimizers change a table on the ps: leave it out, "
             "keep the embedding in the dense part, job.sparse(model, only=...), or run with --mode ps"
         )
@@ -178,7 +179,7 @@ class GroupTables:
 
     def take(self, step: StepAttempt, batch: Any) -> None:
         self.release()
-        self.tables.forget_asides()
+        self.tables.asides.forget()
         self._steps.forget()
         self._steps.last = step.number, table_shard(step.dataset, step.epoch), step.hi
         self._item = item = self.tables.prepare(None, batch, create=True)
@@ -207,7 +208,7 @@ class GroupTables:
             spec = self.tables.infos[table.name].spec
             grads = -found.grads if held.maximize else found.grads.copy()
             self._steps.add(table.name, Stepped(spec.id, found.keys.copy(), grads, held.rate(lr_factor)))
-        self.tables.forget_asides()
+        self.tables.asides.forget()
         self._hide(True)
 
     def stepped_behind(self, optimizer: Any, lr_factor: float, last: int) -> None:

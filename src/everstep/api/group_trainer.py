@@ -172,7 +172,7 @@ class GroupTrainer:
                     "model = job.sparse(model) before job.replicate, or run without --ps"
                 )
             self.tables.declare()
-            self.tables.forget_asides()
+            self.tables.asides.forget()
             plan = msgspec.structs.replace(plan, shard_samples=plan.samples)  # the ps count by epoch: see tables.steps
         begin = self._epochs_done.get(plan.name, 0)
         until = begin + loader.epochs

@@ -52,7 +52,7 @@ class HandEdits:
         for group in self._tables.dense:
             if isinstance(group, BufferGroup):
                 if self._alone and group.changed():
-                    self._tables.put(group.spec, None, group.store(), replace=True)
+                    self._tables.whole.put(group.spec, None, group.store(), replace=True)
                 continue  # else it goes with the next step
             if group.changed():
                 self._store_group(group, stored)
@@ -70,7 +70,7 @@ class HandEdits:
         self._check_fresh("parameters")
         if not stored:
             self._before_store()
-        self._tables.put(group.spec, None, group.initial(), replace=True)
+        self._tables.whole.put(group.spec, None, group.initial(), replace=True)
         group.seen()
 
     def _refused(self, group: FlatGroup) -> ScriptError:
@@ -105,7 +105,7 @@ class HandEdits:
         self._check_fresh(f"rows of table {name!r}")
         if not stored:
             self._before_store()
-        self._tables.put(self._tables.infos[name].spec, table.keys, table.values, replace=True)
+        self._tables.whole.put(self._tables.infos[name].spec, table.keys, table.values, replace=True)
         table.seen()
         table.renormed = False
 

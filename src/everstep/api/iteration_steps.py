@@ -22,6 +22,7 @@ class IterationSteps:
 
     def __init__(self, tables: TableSet) -> None:
         self._tables = tables
+        self._peek = tables.whole.peek
         self.content: list[Stepped] = []
         self.last: tuple[int, ShardKey, int] | None = None
         self._stale: set[str] = set()  # tables that were stepped since their rows were shown
@@ -87,6 +88,6 @@ class IterationSteps:
         ahead = self._ahead.get(name)
         if ahead is None:
             wanted = np.unique(np.concatenate([found.keys for found in content]))
-            rows = self._tables.peek(spec, wanted, shard, end)
+            rows = self._peek(spec, wanted, shard, end)
             ahead = self._ahead[name] = Ahead.of(rows, content, spec.optimizer)
         ahead.put(keys, values)

@@ -54,7 +54,7 @@ class PsEngine:
         self.loop = PsLoop(self.driver, tables, self.gradients, self._hand, waits, self._pusher, self.builder)
         self._readings = WorkerReadings(self.driver, tables, self._pusher, self.loop)
         tables.before_refresh = self.builder.before_refresh
-        tables.keeps_outside = lambda: only
+        tables.renorming.keeps_outside = lambda: only
 
     def __repr__(self) -> str:
         return f"<PsEngine {self.driver}>"

@@ -6,12 +6,13 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from everstep.api.batch_item import BatchItem
 from everstep.api.batch_reader import BatchReader
 from everstep.api.protocol_driver import ProtocolDriver
 from everstep.api.ps_gradients import PsGradients
 from everstep.api.step_builder import StepBuilder
 from everstep.api.step_pusher import StepPusher
-from everstep.api.tables import BatchItem, TableSet
+from everstep.api.tables import TableSet
 from everstep.api.turn_waits import TurnWaits
 from everstep.brain.events import Fenced, PlanRegistered, Refused, Registered
 from everstep.data.loader import Loader
@@ -147,7 +148,7 @@ class PsLoop:
         self._gradients.place_buffers()
         self._builder.edits.keep()
         tables.declare()
-        tables.forget_asides()
+        tables.asides.forget()
         self._gradients.watch_backward(self._clock)
         with driver.lock:
             admission.loader_batch, admission.largest_batch = loader.batch_size, loader.largest_batch
@@ -156,7 +157,7 @@ class PsLoop:
         # Sync: rows are pulled when the step before is applied.
         renorms = any(table.renorms for table in tables.batches.values())
         ahead = 0 if admission.sync or renorms else self._runtime.prefetch
-        tables.ahead = ahead > 0
+        tables.renorming.ahead = ahead > 0
         self._pusher.pushed = False
         return BatchReader(loader, ahead, driver, tables, self._waits)
 

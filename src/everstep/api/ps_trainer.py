@@ -63,7 +63,7 @@ class PsTrainer:
         taken = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for older in self._gradients.optimizers:
             gone = older.give_up(taken)
-            self.tables.dense = [group for group in self.tables.dense if group not in gone]
+            self.tables.dense[:] = [group for group in self.tables.dense if group not in gone]
         known = self._gradients.optimizers
         twin = PsOptimizer(optimizer, len(known), self.engine.builder, parameter_names(self.models))
         known.append(twin)

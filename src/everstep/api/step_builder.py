@@ -12,12 +12,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from everstep.api.batch_item import BatchItem
 from everstep.api.dense import DenseGroup, PsOptimizer, StaleValues
 from everstep.api.hand_edits import HandEdits
 from everstep.api.protocol_driver import ProtocolDriver
 from everstep.api.ps_gradients import PsGradients
 from everstep.api.step_pusher import StepPusher
-from everstep.api.tables import BatchItem, TableSet
+from everstep.api.tables import TableSet
 from everstep.errors import InternalError, ScriptError
 from everstep.monitor import stepclock
 from everstep.tables.batches_in_hand import BatchesInHand
@@ -112,7 +113,7 @@ class StepBuilder:
         """Return keys and optimizer state (float32 [rows, floats]) of a group as they are on the ps now."""
         self.freshen()
         self._tables.declare()
-        keys, _, state = self._tables.scan(group.spec)
+        keys, _, state = self._tables.whole.scan(group.spec)
         if len(keys) != group.n_rows:
             raise InternalError(f"{group.spec.name} has {len(keys)} rows instead of {group.n_rows}")
         return keys, state

@@ -179,17 +179,17 @@ def rows_only_read(tables: TableSet) -> Iterator[None]:
     """Show the newest dense values, and rows of tables as they are now; a lookup makes none."""
     tables.refresh_dense()
     current, tables.current = tables.current, None
-    tables.forget_asides()
+    tables.asides.forget()
     try:
         yield
     finally:
-        tables.forget_asides()
+        tables.asides.forget()
         tables.current = current
 
 
 def not_started(tables: TableSet) -> None:
     """Raises ScriptError where a batch has been trained with, or evaluated."""
-    if tables.started:
+    if tables.declarations.started:
         raise ScriptError("job.load_state_dict: only before the first batch of job.steps, and before job.eval")
 
 
