@@ -94,6 +94,33 @@ def test_job_files_are_rows(tmp_path: Path) -> None:
     assert "\none " in ran.output and "\ntwo " in ran.output
 
 
+def test_a_spot_policy_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_spot.py").write_text(
+        "from everstep.policies.spot import SpotPlan\n"
+        "def often(seen):\n"
+        "    assert seen.hazard.reclaims and seen.machines > 1\n"
+        "    return SpotPlan(77.0, why='mine')\n"
+        "def wrong(seen):\n    return 3\n"
+        "def fails(seen):\n    raise KeyError('x')\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    shipped = simulate_job(request(spot_policy="hazard", flags={"mode": "allreduce"}))
+    assert shipped.rows[0].about.startswith("hazard: a checkpoint every ")
+    own = simulate_job(request(spot_policy="my_spot:often"))
+    assert own.rows[0].about.startswith("my_spot:often: a checkpoint every 77s")
+    assert own.rows[0].outcomes[0].ended
+    for name, words in [
+        ("my_spot:wrong", "expected a SpotPlan"),
+        ("my_spot:fails", "it raised KeyError: 'x'"),
+        ("my_spot:none", "no attribute"),
+        ("no_such_module:x", "No module named"),
+        ("sometimes", "expected none, hazard, or module:callable"),
+    ]:
+        with pytest.raises(ConfigError) as caught:
+            simulate_job(request(spot_policy=name))
+        assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
 def broken(tmp_path: Path, text: str) -> dict[str, object]:
     path = tmp_path / "trace.csv"
     path.write_text(text)

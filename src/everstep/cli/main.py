@@ -326,6 +326,9 @@ def cost(run_dir: Path, as_json: bool, prices: Path | None, at: str, kind: str, 
 @click.option("--checkpoint-every", help="As for everstep run.")
 @click.option("--compare", multiple=True, metavar="NAME=A,B", help="Try each of these values; again: all combinations.")
 @click.option("--seeds", type=int, default=1, help="Stories: the same cloud from so many moments (default 1).")
+@click.option(
+    "--spot-policy", default="none", help="Interval and parity: none (default), hazard, or your own module:callable."
+)
 @click.option("--limit", default="60d", help="Give up after so long (default 60d).")
 @click.option("--baselines", is_flag=True, help="Also what others would do with the same machines.")
 @click.option("--restart", default="60s", help="Of others: from a loss until all train again (default 60s).")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import math
 import os
 import statistics
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +16,7 @@ import msgspec
 
 from everstep.cli.cost import parse_at, read_prices
 from everstep.config.capacity import parse_capacity
-from everstep.config.load import load_spec
+from everstep.config.load import check_spec, load_spec
 from everstep.config.spec import JobSpec
 from everstep.errors import ConfigError
 from everstep.model.capacity import Market, Offer
@@ -22,6 +24,7 @@ from everstep.monitor.node_costs import HOUR_S, Costs, reckon
 from everstep.monitor.prices import PriceBook
 from everstep.platforms.trace_capacity import read_trace
 from everstep.platforms.traces import Trace, TraceError, price_class
+from everstep.policies.spot import SHIPPED, SpotPlan, SpotPolicy, SpotSeen, by_hazard, seen_hazard
 from everstep.sim.elastic.forecast import Story, others, stories, virtual, work_of
 from everstep.sim.elastic.job_model import NAMES, MeasuredJob, figure_lines, parse_figure
 from everstep.sim.elastic.outcome import Outcome
@@ -58,6 +61,7 @@ class Request(NamedTuple):
     prices: Path | None = None
     at: str = ""
     kind: str = ""
+    spot_policy: str = "none"
 
 
 class Setting(NamedTuple):
@@ -218,8 +222,9 @@ def simulate_job(request: Request, say: Callable[[str], None] = lambda line: Non
     rows: list[Row] = []
     source, work = "", Work(1, 1, 1)
     lines: tuple[str, ...] = ()
+    policy = _load_spot_policy(request.spot_policy)
     for setting in settings_of(request, recorded):
-        spec = setting.spec
+        spec, about = setting.spec, ""
         trace, offer, source = _source(request, spec)
         lines, work = tuple(figure_lines(setting.model)), setting.work
         played = (spec.capacity_speed, seconds(spec.capacity_quiet)) if request.as_played else (1.0, 0.0)
@@ -229,15 +234,64 @@ def simulate_job(request: Request, say: Callable[[str], None] = lambda line: Non
             raise ConfigError(f"--nodes {request.nodes}: {error}") from None
         if request.kind:
             spec = msgspec.structs.replace(spec, hardware=offer.hardware, zone=offer.zone)
+        if policy is not None:
+            spec, about = _planned(policy, request.spot_policy, spec, setting.model, told[0])
         lead_s = seconds(spec.capacity_lead)
         say(setting.name)
         found = [
             virtual(spec, setting.work, setting.model, story, lead_s, limit_s, seed) for seed, story in enumerate(told)
         ]
-        rows.append(_row(setting.name, found, told, book, began))
+        rows.append(_row(setting.name, found, told, book, began, about))
         if request.baselines:
             rows += _others(setting, spec, told, limit_s, restart_s, book, began, say)
     return Report(source, work, lines, tuple(rows))
+
+
+def _load_spot_policy(name: str) -> SpotPolicy | None:
+    if name in ("", "none"):
+        return None
+    if name == "hazard":
+        return by_hazard
+    where = f"--spot-policy {name!r}"
+    module, colon, attribute = name.partition(":")
+    if not colon or not attribute or not module:
+        raise ConfigError(f"{where}: expected {', '.join(SHIPPED)}, or module:callable")
+    try:
+        if "" not in sys.path:
+            sys.path.insert(0, "")
+        found: SpotPolicy = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{where}: {error}") from None
+    return found
+
+
+def _planned(policy: SpotPolicy, name: str, spec: JobSpec, model: MeasuredJob, story: Story) -> tuple[JobSpec, str]:
+    """Return the job as its spot policy wants it, and what that was, in words. It has seen the whole first story."""
+    trace = story.trace
+    spans = [(life.begin_s, life.end_s) for life in trace.lives]
+    hazard = seen_hazard(spans, max(trace.length_s, 1.0))
+    seen = SpotSeen(
+        hazard=hazard,
+        machines=spec.workers + hazard.held_s / max(trace.length_s, 1.0),
+        ps=spec.ps if spec.capacity_ps else 0,
+        state_bytes=model.figures["state_bytes"].value,
+        write_s=model.write_s(full=True),
+        stall=model.stall,
+        restart_s=model.agent_s + model.fork_s,
+        protecting=model.protecting,
+        saves_itself=spec.mode == "allreduce" or not spec.capacity_ps,
+    )
+    try:
+        plan = policy(seen)
+    except Exception as error:
+        raise ConfigError(f"--spot-policy {name!r}: it raised {type(error).__name__}: {error}") from None
+    if not isinstance(plan, SpotPlan) or not plan.interval_s >= 0:
+        raise ConfigError(f"--spot-policy {name!r}: it returned {plan!r}: expected a SpotPlan with interval_s >= 0")
+    every = f"{max(1.0, plan.interval_s):.0f}s" if plan.interval_s else ""
+    spec = msgspec.structs.replace(spec, checkpoint_every=every, parity=plan.parity or spec.parity)
+    check_spec(spec)
+    words = f"{name}: a checkpoint every {every or 'never'}, parity {spec.parity}, {plan.safe_ps} ps safe: {plan.why}"
+    return spec, words
 
 
 def _others(
