@@ -124,7 +124,9 @@ def test_read_outside_of_a_batch(join: Join, options: dict[str, Any]) -> None:
     assert torch.zeros_like(weight).shape == (15, 3)
     with pytest.raises(ValueError, match="read-only"):
         weight.detach().numpy()[0] = 1.0
-    for edit in (lambda: weight.detach().clamp_(0, 1), lambda: weight.data.zero_(), lambda: nn.init.zeros_(weight)):
+    edits: list[Callable[[], Any]] = [lambda: weight.detach().clamp_(0, 1), lambda: weight.data.zero_()]
+    edits += [lambda: nn.init.zeros_(weight), lambda: setattr(weight, "data", torch.zeros(15, 3))]
+    for edit in edits:
         with pytest.raises(ScriptError, match="outside of a batch: its rows are on the ps"):
             edit()
 

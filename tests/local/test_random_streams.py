@@ -47,6 +47,27 @@ def test_a_range_computed_again_draws_the_same_and_no_two_ranges_do(run: Run, fl
     assert all(len(places) == 1 for places in by_values.values()), by_values
 
 
+BUILT = """
+import random
+import numpy as np, torch
+import everstep as es
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+drawn = [random.random(), random.randrange(1 << 30), np.random.rand()]  # (before es.join() as after it)
+job = es.join()
+net = nn.Linear(4, 3)
+with torch.no_grad():
+    net.bias.copy_(torch.tensor([*drawn[::2], random.random()]))
+if job.processes_per_worker > 1:
+    fully_shard(net, mesh=job.device_mesh)
+model = job.replicate(net)
+opt = job.optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+for batch in job.steps(job.loader({"x": np.ones((64, 4), np.float32)}, batch_size=8)):
+    opt.zero_grad(); model(batch["x"]).sum().backward(); opt.step()
+"""
+
+
 AUGMENTED = """
 import os, random, signal
 import numpy as np, torch
@@ -94,3 +115,12 @@ def test_augmentation_keeps_its_bits_whoever_reads_the_sample(run: Run, flags: t
     assert sorted(drawn) == list(range(800)) and len(lines) > 800  # some were read twice: a worker was killed
     assert all(len(found) == 1 for found in drawn.values())
     assert len(set().union(*drawn.values())) == 800
+
+
+@pytest.mark.parametrize("flags", [("--workers", "2"), ("--workers", "1", "--processes-per-worker", "2")])
+def test_a_model_that_is_built_with_random_and_numpy_is_the_same_in_all_workers(
+    run: Run, flags: tuple[str, ...]
+) -> None:
+    run.script.write_text(BUILT)
+    run.start("--mode", "allreduce", *flags)
+    run.ended_well()

@@ -23,6 +23,7 @@ import msgspec
 from everstep.agent.script_failures import cause_of
 from everstep.agent.stacks import dump_on_signal
 from everstep.agent.unit import await_fate, await_followers, become_unit
+from everstep.config.load import read_spec
 from everstep.errors import EverstepError, ScriptError, script_place
 from everstep.model.failure import Failure
 from everstep.storage.atomic import private
@@ -72,6 +73,7 @@ def _outcome(request: Fork, script: Path) -> int:
     try:
         if request.processes > 1:
             become_unit(request.processes)
+        _seed()
         _run_script(script)
         _leave_job()
         await_followers()
@@ -117,14 +119,20 @@ def _become(request: Fork) -> None:
         else:
             os.environ[name] = value
     os.chdir(request.cwd)
-    # a new process would have drawn these for itself; torch's and the job's own seeds are set by everstep.join
-    random.seed()
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed()
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(request.threads)
+
+
+def _seed() -> None:
+    """Seed random and numpy by the job's seed, as ``everstep.join`` seeds torch: a model that is built with them is the
+    same in all workers. (A script that seeds them itself has its own.)"""
+    with contextlib.suppress(EverstepError, KeyError):  # (join says what is wrong)
+        seed = read_spec(Path(os.environ["EVERSTEP_RUN_DIR"])).seed
+        random.seed(seed)
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            numpy.random.seed(seed & 0xFFFFFFFF)
 
 
 class _LogFile(io.FileIO):

@@ -382,7 +382,10 @@ class ReplicaKeeper:
         words = gather([len(digests), _int64(names), _int64(values)])
         if all(w == words[0] for w in words):
             return
-        advice = "build the same model on every worker, after es.join() (which seeds torch), whatever its slot"
+        advice = (
+            "build the same model on every worker, after es.join() (which seeds torch; random and numpy are seeded "
+            "when a worker starts), whatever its slot"
+        )
         if any(w[:2] != words[0][:2] for w in words):
             counts = ", ".join(f"{w[0]} on worker:{m.slot}" for w, m in zip(words, group.members, strict=True))
             raise ScriptError(f"the models differ between workers: parameters and buffers are {counts}: {advice}")

@@ -171,7 +171,10 @@ class Job(RenamedJobNames):
         """Return, in mode allreduce, the number of the step in hand, the same on all workers; count with it, not with a
         counter of your own (a new worker's would begin at 0). Mode ps with consistency sync: the number of the
         iteration in hand, the same on all workers. Else in mode ps: the number of the batch in hand, from 0, of those
-        that this process has taken; behind the loop, how many these are."""
+        that this process has taken; behind the loop, how many these are.
+
+        A worker that was late, or came later, sees no iteration of some numbers: ask ``job.step >= 6``, not ``== 6``.
+        In mode ps a resumed job counts anew, while schedulers that ``job.track`` was given go on."""
         return self._engine.step_number
 
     @property

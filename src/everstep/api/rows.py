@@ -216,9 +216,14 @@ def _outside(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     if name.endswith("_") and not name.endswith("__"):
         if name not in _HARMLESS:
             raise ScriptError(
-                f"{name}() on the weight of table {table.name!r} outside of a batch: its rows are on the "
-                "ps; give it its values before job.sparse(), or job.sparse(model, init=...)"
+                f"{name}() on the weight of table {table.name!r} outside of a batch: its rows are on the ps; give it "
+                "its values before job.sparse(), or job.sparse(model, init=...), or (mode ps) in a batch behind step()"
             )
+    elif name == "data.__set__":
+        raise ScriptError(
+            f"weight.data = ... of table {table.name!r} outside of a batch: its rows are on the ps; give it its values "
+            "before job.sparse(), or job.sparse(model, init=...), or (mode ps) in a batch behind step()"
+        )
     elif name in _SHOWN and len(args) == 1:
         return _not_here(table)
     elif (name.endswith("_like") or name.startswith("new_")) and not table.in_hand:
