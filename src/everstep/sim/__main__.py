@@ -9,6 +9,7 @@
 --mix resume           as ps; besides, the whole job ends and another goes on from a checkpoint, on other numbers
 --mix paced            runs of consistency sync and bounded
 --mix suspend          jobs that are suspended, by hand and by themselves, and go on in the same journal
+--mix machines         runs in which ps stand on several machines, which are lost whole, cut off, and come back
 --mix ps               runs in which ps keep mirrors and are lost, moved and scaled; else only workers and masters are
 """
 
@@ -30,11 +31,12 @@ from everstep.sim.hybrid import hybrid_scenario, simulate_hybrid
 from everstep.sim.mutations import MUTATIONS, Mutation, catch, planted
 from everstep.sim.mutations_group import GROUP_MUTATIONS
 from everstep.sim.mutations_hybrid import HYBRID_MUTATIONS
+from everstep.sim.mutations_machines import MACHINE_MUTATIONS
 from everstep.sim.mutations_paced import PACED_MUTATIONS
 from everstep.sim.mutations_ps import PS_MUTATIONS
 from everstep.sim.mutations_resume import RESUME_MUTATIONS
 from everstep.sim.resume import resume_scenario, simulate_resume
-from everstep.sim.scenario import paced_scenario, random_scenario, storm_scenario
+from everstep.sim.scenario import machines_scenario, paced_scenario, random_scenario, storm_scenario
 from everstep.sim.simulation import Parts, SimOutcome, simulate
 from everstep.sim.suspend import simulate_suspend, suspend_scenario
 
@@ -44,6 +46,7 @@ MIXES: dict[str, tuple[Callable[[int], Any], tuple[Mutation, ...], Callable[...,
     "jobs": (random_scenario, MUTATIONS, simulate),
     "paced": (paced_scenario, PACED_MUTATIONS, simulate),
     "ps": (storm_scenario, PS_MUTATIONS, simulate),
+    "machines": (machines_scenario, MACHINE_MUTATIONS, simulate),
     "resume": (resume_scenario, RESUME_MUTATIONS, simulate_resume),
     "suspend": (suspend_scenario, (), simulate_suspend),
     "hybrid": (hybrid_scenario, HYBRID_MUTATIONS, simulate_hybrid),

@@ -30,6 +30,7 @@ from everstep.brain.events import (
     MemberHeard,
     MemberJoined,
     NodeJoined,
+    NodesDue,
     Ok,
     OrderSnapshots,
     PlanRegistered,
@@ -295,12 +296,14 @@ class SimMaster(SimProcess):
         self.clock = max(self.clock, EPOCH_S + self.kernel.now)
         return self.clock
 
-    def on_hello_node(self, conn: Conn, node: NodeId, places: int, ps_places: int, running: Any) -> None:
+    def on_hello_node(
+        self, conn: Conn, node: NodeId, places: int, ps_places: int, running: Any, machine: str = ""
+    ) -> None:
         if conn.greeted or self.stale(conn, ("agent", node)):
             return
         self.greet(conn, ("agent", node))
         self.watch.node_heard(node, self.now())
-        self.record(NodeJoined(node, "", places, ps_places, running))
+        self.record(NodeJoined(node, "", places, ps_places, running, machine=machine))
         self.net.to_client(conn, conn.client.on_welcome, conn, None)  # type: ignore[attr-defined]
 
     def on_hello_member(
@@ -368,6 +371,8 @@ class SimMaster(SimProcess):
         self.pace.tick(now)
         for event in self.watch.tick(now):
             self.record(event)
+        if self.brain.job.waits_for_nodes and 0 < self.brain.job.nodes_due_at <= now:
+            self.record(NodesDue())
         if 0 < self.brain.state.supervision.due_at <= now:
             self.record(SupervisionDue())
         if self.sim.scenario.checkpoint_s:
@@ -541,7 +546,14 @@ class SimAgent(SimMember):
         running += [(r, s, i, 0) for (r, s), i in self.starting.items()]
         server: Any = conn.server
         self.net.to_server(
-            conn, server.on_hello_node, conn, self.id, self.places, self.ps_places, tuple(sorted(running))
+            conn,
+            server.on_hello_node,
+            conn,
+            self.id,
+            self.places,
+            self.ps_places,
+            tuple(sorted(running)),
+            self.sim.scenario.machine_of(self.node),
         )
 
     def on_welcome(self, conn: Conn, answer: Any) -> None:

@@ -46,6 +46,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, rename={"partitions": 
     checkpoint_s: float = 0.0  # > 0: checkpoints so often
     hold: float = 0.0  # async: batches with which the script does not step yet, but with those that follow
     loops: bool = False  # the script has a loop for each epoch
+    nodes: tuple[tuple[str, float], ...] = ()  # (machine, when it joins) of nodes beside the first, which take ps
     ps_restarts: bool = False  # ps come back in a new life with all their state, as if recovered
 
     @property
@@ -53,8 +54,15 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, rename={"partitions": 
         """From the last fault to the end, at most: one worker alone may have all samples before it, one a batch."""
         return self.heal_s + 1.5 * self.batch_s * self.samples * self.epochs
 
+    def machine_of(self, node: str) -> str:
+        """Return the machine on which a node stands; "": one of its own."""
+        number = int(node.removeprefix("node") or 0)
+        return self.nodes[number - 1][0] if 0 < number <= len(self.nodes) else ""
+
     def spec(self) -> JobSpec:
         return JobSpec(
+            nodes=1 + len(self.nodes),
+            nodes_wait_s=1.0,
             name="sim",
             workers=self.workers,
             ps=self.ps,
@@ -236,3 +244,47 @@ def paced_scenario(seed: int) -> Scenario:
     consistency = rng.choice(["sync", "sync:1", "sync:1", "bounded:1", "bounded:3"])
     workers = rng.randint(2, 4)
     return msgspec.structs.replace(base, workers=workers, consistency=consistency)
+
+
+MACHINE_FAULTS = {
+    "kill machine": 8,  # whole: all nodes on it, with all their ps
+    "cut machine": 5,  # from all others, one way or both, for shorter or longer than it takes to be declared lost
+    "kill ps": 3,
+    "kill ps and master": 1,
+    "stop ps briefly": 1,
+    "cut ps from ps": 2,
+    "scale ps": 2,
+    "drain ps": 1,
+    "kill master": 2,
+    "kill worker": 2,
+    "sever": 1,
+    "lossy": 1,
+}
+
+
+def machines_scenario(seed: int) -> Scenario:
+    """Return the scenario of ``seed`` where ps stand on several machines, which are lost, cut off, and come back."""
+    rng = random.Random(f"machines {seed}")
+    base = storm_scenario(seed)
+    parity = rng.choice([code for code in CODES if code != "0"])
+    least = least_ps(parity)
+    ps = min(least + rng.choice([0, 1, 2, 3]), 8)
+    names = [f"m{n}" for n in range(1, rng.choice([2, 2, 3, 4]) + 1)]
+    if rng.random() < 0.3:
+        names.append(names[0])  # two nodes of one machine
+    late = rng.random() < 0.3
+    nodes = tuple((name, round(rng.uniform(0.0, 3.0 if late else 0.4), 3)) for name in names)
+    chaos_s = rng.uniform(5.0, 14.0)
+    count = rng.randint(1, 7)
+    faults = rng.choices(list(MACHINE_FAULTS), list(MACHINE_FAULTS.values()), k=count)
+    return msgspec.structs.replace(
+        base,
+        parity=parity,
+        ps=ps,
+        nodes=nodes,
+        ps_range=(least, least + 3),
+        partitions=rng.choice([4, 6, 9, 12]),
+        samples=rng.randint(60, 160),
+        chaos_s=chaos_s,
+        faults=tuple(sorted((round(rng.uniform(1.5, chaos_s), 3), fault) for fault in faults)),
+    )

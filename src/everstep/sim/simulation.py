@@ -116,6 +116,8 @@ class Simulation:
         self.home.start()
         if scenario.second_node:
             self.new_agent("node1")
+        for number, (_, when) in enumerate(scenario.nodes, 1):
+            self.kernel.at(when, self.new_agent, f"node{number}")
 
     # ------------------------------------------------------------ what happens to processes
 
@@ -129,7 +131,8 @@ class Simulation:
         return []
 
     def new_agent(self, node: str) -> None:
-        agent = self.agents[node] = SimAgent(self, node, 2, 0)
+        of_ps = bool(self.scenario.nodes)
+        agent = self.agents[node] = SimAgent(self, node, 0 if of_ps else 2, 8 if of_ps else 0)
         agent.start()
 
     def process_ended(self, process: SimMember, status: int) -> None:
@@ -228,10 +231,76 @@ class Simulation:
                 net.sever(rng.choice(conns), 0.3)
         elif fault == "lossy":
             net.loss = min(0.4, net.loss + 0.1)
+        elif fault in ("kill machine", "cut machine"):
+            self.strike_machine(fault)
         elif self.scenario.mirrors:
             self.strike_ps(fault, worker)
         if self.scenario.ps_restarts and self.servers and rng.random() < 0.3:
             self.restart_ps(rng.choice(list(self.servers.values())))
+
+    def strike_machine(self, fault: str) -> None:
+        """Lose a machine with all nodes on it, or its link for a while; only where that can be borne. Where the layout
+        is at rest and there are machines enough, it must be."""
+        rng = self.kernel.rng
+        machines = sorted({machine for machine, _ in self.scenario.nodes})
+        machine = rng.choice(machines)
+        nodes = [f"node{n}" for n, (at, _) in enumerate(self.scenario.nodes, 1) if at == machine]
+        self.check_apart()
+        lost = [p for p in self.processes if isinstance(p, MirrorPs) and p.node in nodes]
+        back_s, for_s = (rng.uniform(0.1, 4.0) if rng.random() < 0.8 else -1.0), rng.choice([0.3, 1.0, 4.0, 8.0])
+        if not self.may_lose_all(lost):
+            return
+        self.kernel.say("FAULT", f"{fault} {machine}: {[str(p) for p in lost]}")
+        for node in nodes:
+            if fault == "kill machine":
+                self.kill_node(node, back_s)
+                continue
+            way = rng.random()
+            for other in [o for o in self.agents if o not in nodes]:
+                if way < 0.8:
+                    self.cut(node, other, way < 0.6, for_s)
+                else:
+                    self.cut(other, node, False, for_s)
+
+    def check_apart(self) -> None:
+        """Raise Violation if, at rest, units of a stripe share a machine although there are enough with ps."""
+        brain = self.master.brain
+        placement, code = brain.placement, brain.keeper.code
+        if not self.master.alive or placement is None or not code.m or brain.job.over or not brain.keeper.at_rest():
+            return
+        at: dict[Slot, str] = {}
+        for place in placement.servers:
+            if (ps := self.lives.get((place.slot, place.incarnation))) is not None:
+                at[place.slot] = self.scenario.machine_of(ps.node) or ps.node
+        if len(set(at.values())) < code.width:
+            return
+        units: dict[int, list[Slot]] = {}
+        for partition, slot in enumerate(placement.owner):
+            units.setdefault(partition // code.k, []).append(slot)
+        for mirror in placement.mirrors:
+            if mirror.kind is MirrorKind.PARITY:
+                units.setdefault(mirror.members[0] // code.k, []).append(mirror.at)
+        for stripe, slots in units.items():
+            where = [at[slot] for slot in slots if slot in at]
+            if len(set(where)) < len(where):
+                raise Violation(
+                    f"stripe {stripe} has two units on one machine: {where}, and there are {set(at.values())}"
+                )
+
+    def may_lose_all(self, lost: list[MirrorPs]) -> bool:
+        """Whether every partition can still be had without these ps; if so, their loss is noted."""
+        brain = self.master.brain
+        placement = brain.placement
+        if not self.master.alive or placement is None or brain.job.over or self.master.outdated():
+            return False
+        placed = {(p.slot, p.incarnation) for p in placement.servers}
+        self.doomed = {s for s in self.doomed if (s, self.doomed_lives[s]) in placed}
+        gone = {p.key.slot: p.incarnation for p in lost if (p.key.slot, p.incarnation) in placed}
+        if not self._bearable(placement, {*gone, *self.doomed}):
+            return False
+        self.doomed |= set(gone)
+        self.doomed_lives |= gone
+        return True
 
     def strike_ps(self, fault: str, worker: Worker | None) -> None:
         """Strike with a fault of a ps that keeps mirrors; those that lose it, only while it can be borne."""
@@ -475,6 +544,7 @@ class Simulation:
                 raise Violation(f"bucket {b} is not served by ps:{slot} at the end: {self.where()} {self.stuck}")
             self.truth.at_rest(partition, ps.store.partitions[partition])
             prints[b] = ps.store.partitions[partition].book.fingerprint
+        self.check_apart()
         for mirror in placement.mirrors:
             ps = lives.get(mirror.at)
             if ps is None or not ps.alive or mirror.id not in ps.machine.complete:
