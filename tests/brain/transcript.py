@@ -278,7 +278,7 @@ class Story:
             case "enter" | "synced" | "leave" | "commit" | "stalled":
                 return self._group_event(verb, plain, named)
             case "chief":
-                return Event(at, ChiefAsked(), by_worker(*parse_member(plain[0])[1:]))
+                return Event(at, ChiefAsked(int(named.get("ask", 0))), by_worker(*parse_member(plain[0])[1:]))
             case "once":
                 return Event(at, OnceAsked(plain[1], "done" in plain), by_worker(*parse_member(plain[0])[1:]))
             case "due":

@@ -26,6 +26,7 @@ from everstep.ids import Incarnation, LeaseNo, NodeId, ShardKey, Slot
 from everstep.model.member import Address, MemberKey, Role
 from everstep.model.shard import ShardSchedule
 from everstep.sim.__main__ import MIXES
+from everstep.sim.group import GroupWorker
 
 ONE = Incarnation(1)
 
@@ -108,9 +109,23 @@ def test_leases_held_ahead_do_not_expire_while_their_worker_gets_on() -> None:
     assert set(expired) == {1, 2, 3}
 
 
-@pytest.mark.parametrize(("mix", "seed"), [("group", 5236), ("hybrid", 463), ("hybrid", 13853), ("ps", 20991)])
-def test_a_seed_that_found_a_defect(mix: str, seed: int) -> None:
-    """Each has a story of its own elsewhere: ``group_end_of_a_lost_line``, ``group_leaver_cut_off`` (transcripts), and
-    in ``tests/protect/test_machine.py``."""
+@pytest.mark.parametrize(
+    ("mix", "seed", "says_met"),
+    [
+        ("group", 5236, False),
+        ("hybrid", 463, False),
+        ("hybrid", 13853, False),
+        ("hybrid", 271, True),
+        ("hybrid", 794, True),
+        ("hybrid", 1617, True),
+        ("ps", 20991, None),
+    ],
+)
+def test_a_seed_that_found_a_defect(
+    mix: str, seed: int, says_met: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has a story of its own elsewhere: ``group_end_of_a_lost_line``, ``group_leaver_cut_off``,
+    ``chief_asked_late`` (transcripts), in ``tests/protect/test_machine.py`` and ``tests/allreduce/test_session.py``."""
+    monkeypatch.setattr(GroupWorker, "says_met", says_met)
     scenario_of, _, run = MIXES[mix]
     run(seed, scenario_of(seed))

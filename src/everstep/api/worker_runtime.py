@@ -69,6 +69,7 @@ class ProcessRuntime:
         self._listener: Listener | None = None
         self.on_replica: Callable[[messages.TakeReplica], None] | None = None  # mode allreduce: write the state
         self._placed = threading.Event()
+        self._chief_asks = 0
         self._chief, self._chief_until = False, 0.0  # what the master said, and until when it is not asked again
         self._failure: EverstepError | None = None
         self._timers: set[threading.Timer] = set()
@@ -150,7 +151,8 @@ class ProcessRuntime:
         """Return whether this is the chief, by the master's word (``brain.duty``): who was told that it is stays it, so
         it need not ask again."""
         if not self._chief and time.monotonic() >= self._chief_until:
-            answer = self.call(ChiefAsked(), _CHIEF_S)
+            self._chief_asks += 1
+            answer = self.call(ChiefAsked(self._chief_asks), _CHIEF_S)
             if isinstance(answer, Fenced):
                 raise FencedError(answer.reason)
             self._chief = isinstance(answer, Yes) and answer.yes

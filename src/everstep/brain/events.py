@@ -325,7 +325,10 @@ class GroupStalled(Fact, frozen=True, tag="group_stalled"):
 
 
 class ChiefAsked(Fact, frozen=True, tag="chief_asked"):
-    """A worker wants to know whether it is the chief: the one to evaluate and save. Answer: Yes | Fenced."""
+    """A worker wants to know whether it is the chief: the one to evaluate and save. ``ask`` counts its questions, from
+    1; 0: not said. One that comes late, or again, changes nothing. Answer: Yes | Fenced."""
+
+    ask: int = 0
 
 
 class OnceAsked(Fact, frozen=True, tag="once_asked"):

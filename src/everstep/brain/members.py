@@ -43,9 +43,9 @@ class SlotRecord(msgspec.Struct):
     ``failures``: times in a row that its script raised without a step between, ``failed``: at which
     place last, ``failed_at``: when the job had trained so much (the most of all times).
     Workers only: ``loop``: of its script, from 1, the one that it is in, or was in last (0: none yet); ``chief``: what
-    it was told when it asked whether it is (see ``brain.duty``); ``held``: its shards, oldest lease first; ``asked``:
-    newest ask by dataset; ``granted``: ask -> shard of those that are current, by dataset; ``done``: its newest leases
-    that counted (bounded).
+    it was told when it asked whether it is (see ``brain.duty``); ``chief_asks``: its newest such question; ``held``:
+    its shards, oldest lease first; ``asked``: newest ask by dataset; ``granted``: ask -> shard of those that are
+    current, by dataset; ``done``: its newest leases that counted (bounded).
     """
 
     member: Member
@@ -61,6 +61,7 @@ class SlotRecord(msgspec.Struct):
     failed_at: int = 0
     loop: int = 0
     chief: int = 0
+    chief_asks: int = 0
     held: list[ShardKey] = []
     asked: dict[int, int] = {}
     granted: dict[int, dict[int, ShardKey]] = {}
@@ -230,7 +231,7 @@ class Members(msgspec.Struct, dict=True):
             index.goes(record)
             record.member = member
             record.stopping = record.finished = record.waiting = record.drained = False
-            record.chief = record.loop = 0
+            record.chief = record.chief_asks = record.loop = 0
             record.asked, record.granted, record.settled, record.done = {}, {}, {}, []
         index.came(record)
         return record

@@ -380,9 +380,10 @@ class GroupWorker(Child):
     made it, and of the samples that are in it, whatever the steps."""
 
     tell_s = TELL_S
-    says_met = False
+    says_met: bool | None = None
+    """Members say that their group has met, as ``allreduce.session`` does. None: but in every fourth seed, as if that
+    came late; some planted bugs show there alone."""
     copies_the_end = True
-    """Members say that their group has met. Off in seeds that are recorded: they were found without it."""
 
     def __init__(self, sim: GroupSimulation, slot: Slot, incarnation: Incarnation, node: str) -> None:
         super().__init__(sim, f"worker:{slot}.{incarnation}", node)
@@ -834,7 +835,7 @@ class GroupWorker(Child):
     def ask_chief(self) -> None:
         if self.phase == "behind":
             self.chief_asks += 1  # (an answer to the question before was lost with its connection)
-            self.call(ChiefAsked(), self.on_chief, (self.chief_asks,))
+            self.call(ChiefAsked(self.chief_asks), self.on_chief, (self.chief_asks,))
 
     def on_chief(self, conn: Conn, number: int, answer: AnswerType) -> None:
         if isinstance(answer, Fenced):
@@ -955,7 +956,7 @@ class GroupWorker(Child):
 
     def tell(self, everybody: bool) -> None:
         now = self.kernel.now
-        if self.says_met:
+        if self.says_met or (self.says_met is None and self.sim.seed % 4):
             self.say_met()
         self.log += self.commits.to_log()
         steps = self.commits.to_tell()

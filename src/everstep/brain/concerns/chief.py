@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from everstep.brain.concerns.concern import Concern, Handlers, Out
 from everstep.brain.concerns.ending import RESULT_LOST
+from everstep.brain.duty import CHIEF, ONCE_KEYS
 from everstep.brain.duty import MAX_RERUNS as MAX_CHIEF_RERUNS
-from everstep.brain.duty import ONCE_KEYS
 from everstep.brain.events import ChiefAsked, Event, Note, OnceAsked, Refused, Reply, Yes
 from everstep.ids import Slot
 from everstep.model.decision import Decision
@@ -27,6 +27,9 @@ class ChiefConcern(Concern):
         record = self.members.current(Role.WORKER, told.slot, told.incarnation)
         if record is None:
             return [self.fence_worker(told.slot, told.incarnation)]
+        if 0 < e.ask <= record.chief_asks:  # (its script went on by the answer of then)
+            return [Reply(Yes(record.chief == CHIEF))]
+        record.chief_asks = max(e.ask, record.chief_asks)
         before = self.duty.slot
         yes = self.duty.ask(
             self.members, record, self.concerns.training.with_the_end(), self.concerns.training.all_trained()
