@@ -25,7 +25,7 @@ TRACES = ROOT / "benchmarks" / "traces"
 CLASS, ZONE = "g2.2xlarge", "us-east-1e"
 BEGAN = "2015-06-02T00:00:00Z"
 JOBS = {"resnet": (205e6, 400.0), "bert": (4.1e9, 50.0)}
-HOURS = 72.0
+HOURS = 24.0
 LIMIT_S = 40 * 86_400.0
 
 
@@ -42,7 +42,7 @@ def run(quick: bool) -> Result:
         model = MeasuredJob({"state_bytes": Figure(state, "told"), "samples_per_s": Figure(rate, "told")})
         work = work_of(int((12.0 if quick else HOURS) * 3600 * rate * 4), 1, model.batch_samples)
         values: dict[str, list[float]] = {}
-        for story in stories(trace, Offer(CLASS, ZONE, Market.SPOT), 0, 4 if quick else 10):
+        for story in stories(trace, Offer(CLASS, ZONE, Market.SPOT), 0, 4 if quick else 6):
             ours = virtual(spec, work, model, story, 0.0, LIMIT_S)
             theirs = others(spec, work, model, story, LIMIT_S, 60.0)["restart"].outcome
             for who, outcome in (("everstep", ours), ("restart", theirs)):

@@ -22,9 +22,9 @@ from everstep.sim.elastic.job_model import MeasuredJob
 
 SPOT = ROOT / "benchmarks" / "traces" / "spot"
 TRACES = {  # the recording, and hours of a job there
-    "aws_west_2c": ("us-west-2c_v100_1.json.gz", 120.0),
-    "aws_east_1f": ("us-east-1f_v100_1.json.gz", 120.0),
-    "aws_west_2a": ("us-west-2a_v100_1.json.gz", 60.0),
+    "aws_west_2c": ("us-west-2c_v100_1.json.gz", 40.0),
+    "aws_east_1f": ("us-east-1f_v100_1.json.gz", 40.0),
+    "aws_west_2a": ("us-west-2a_v100_1.json.gz", 40.0),
     "bamboo_p3": ("p3-trace.csv.gz", 8.0),
     "bamboo_g4dn": ("g4dn-trace.csv.gz", 8.0),
     "gcp_a100": ("a100x1-east1b.txt.gz", 12.0),
@@ -49,7 +49,7 @@ def _one(story: Story, hours: float, restart_s: float) -> dict[str, float]:
 
 def run(quick: bool) -> Result:
     """Play all recordings from several moments on, and the curve."""
-    seeds = 1 if quick else 5
+    seeds = 1 if quick else 3
     traces = dict(list(TRACES.items())[2:4]) if quick else TRACES
     between = {name: s for name, s in BETWEEN_S.items() if not quick or name in ("10m", "1h")}
     figures: dict[str, float] = {}

@@ -144,6 +144,7 @@ def broken(tmp_path: Path, text: str) -> dict[str, object]:
         ({"assume": ("stall=7",)}, "a share from 0 to 1"),
         ({"like": Path("/nowhere")}, "does not exist"),
         ({"kind": "@zone"}, "expected CLASS"),
+        ({"flags": {"checkpoint_every": "100batches"}}, "give a span of time"),
     ],
 )
 def test_a_mistake_is_one_line(asked: dict[str, object], words: str) -> None:

@@ -175,6 +175,13 @@ def test_a_restart_by_hand() -> None:
     assert (found.reclaims, found.losses) == (1, 1)
 
 
+def test_rounding_keeps_no_rule_from_its_end() -> None:
+    machines = [spot(n * 700.1, n * 700.1 + 633.3) for n in range(50)]
+    for interval_s in (12.618821936279792, 33.3, 77.7):
+        found = run_rule(Rule("r", interval_s, 17.3, "at checkpoint"), machines, HOME, MeasuredJob(), 11_374_054, 1e6)
+        assert found.ended and found.samples == 11_374_054
+
+
 def test_newcomers_enter_by_the_rule() -> None:
     late = [spot(150.0, -1.0)]
     alone = run_rule(Rule("r", 100.0, 20.0), late, HOME, QUICK, 500_000, 1e5)

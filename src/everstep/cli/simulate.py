@@ -16,6 +16,7 @@ import msgspec
 
 from everstep.cli.cost import parse_at, read_prices
 from everstep.config.capacity import parse_capacity
+from everstep.config.every import parse_every
 from everstep.config.load import check_spec, load_spec
 from everstep.config.spec import JobSpec
 from everstep.errors import ConfigError
@@ -225,6 +226,9 @@ def simulate_job(request: Request, say: Callable[[str], None] = lambda line: Non
     policy = _load_spot_policy(request.spot_policy)
     for setting in settings_of(request, recorded):
         spec, about = setting.spec, ""
+        if parse_every(spec.checkpoint_every).batches:
+            words = f"checkpoint_every = {spec.checkpoint_every!r}"
+            raise ConfigError(f"{words}: everstep simulate has no single batches: give a span of time such as 10m")
         trace, offer, source = _source(request, spec)
         lines, work = tuple(figure_lines(setting.model)), setting.work
         played = (spec.capacity_speed, seconds(spec.capacity_quiet)) if request.as_played else (1.0, 0.0)

@@ -100,6 +100,7 @@ class _Ruled:
             until = min(ends, change, self._checkpoint_at, self._limit_s)
             self._train(until, rate)
             if until == ends:
+                self._done = float(self._samples)  # (whatever rounding has left)
                 break
             if until == change:
                 self._changed()
