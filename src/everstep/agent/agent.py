@@ -46,6 +46,7 @@ from everstep.brain.events import (
     StartProcess,
     StopAsked,
     StopProcess,
+    SuspendAsked,
 )
 from everstep.config.spec import JobSpec
 from everstep.errors import DeadlineError, EverstepError, escaped_lines
@@ -345,10 +346,10 @@ class Agent:
         elif self._keeps_master:
             self._tell(
                 f"notice from {notice.source}: {notice.what}, this node goes {when}, and the job's master is on it: "
-                "the job stops in order, and everstep resume goes on from what it leaves"
+                "the job is suspended, and everstep unsuspend goes on"
             )
             self._outcome_unless_known(JobOutcome(143, f"this node goes away: {notice.what}"))
-            self.stop("notice")
+            self.stop("notice", SuspendAsked(f"its master's node goes away: {notice.what}"))
         else:
             self._tell(f"notice from {notice.source}: {notice.what}, this node goes {when}")
             self.emptied_for = notice
@@ -382,23 +383,24 @@ class Agent:
         elif not self._leaving:
             self._after(_EMPTY_LOOK_S, self._leave_when_empty)
 
-    def stop(self, reason: str) -> None:
+    def stop(self, reason: str, asks: StopAsked | SuspendAsked | None = None) -> None:
         """Ask the master to end the job (this node alone where the master is elsewhere); go on without its word
-        after ``STOP_ANSWER_S``. Loop thread only."""
+        after ``STOP_ANSWER_S``. ``asks``: to suspend it, instead. Loop thread only."""
         if self._asked_to_stop:
             return
         self._asked_to_stop = True
         if not self._keeps_master:
             self._leave()
             return
-        self._reports.put(lambda: self._ask_stop(reason))
+        request = asks if asks is not None else StopAsked(reason, checkpoint=True)
+        self._reports.put(lambda: self._ask_stop(request))
 
-    def _ask_stop(self, reason: str) -> None:
+    def _ask_stop(self, request: StopAsked | SuspendAsked) -> None:
         answer: object = None
         if self.client is not None:
             with contextlib.suppress(EverstepError):
-                answer = self.client.call(StopAsked(reason, checkpoint=True), timeout_s=STOP_ANSWER_S)
-        saves = isinstance(answer, Ok) and ends_with_checkpoint(self.spec)
+                answer = self.client.call(request, timeout_s=STOP_ANSWER_S)
+        saves = isinstance(answer, Ok) and (isinstance(request, SuspendAsked) or ends_with_checkpoint(self.spec))
         self.post(lambda: self._after(STOP_SAVE_S if saves else 0.0, self._leave))
 
     # ------------------------------------------------------------ the master

@@ -29,7 +29,7 @@ class JobStage(StrEnum):
     STOPPED = "stopped"
 
 
-class StageChange(msgspec.Struct, frozen=True, array_like=True):
+class StageChange(msgspec.Struct, frozen=True):
     """The job came into this state, at ``at``, for this reason."""
 
     at: float

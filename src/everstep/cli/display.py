@@ -220,6 +220,13 @@ class JobSummary(msgspec.Struct):
     checkpoint: int = 0
     trusted: int = 0
     set_aside: int = 0
+    suspensions: int = 0
+    suspended: str = ""
+    by_itself: bool = False
+
+    @property
+    def is_suspended(self) -> bool:
+        return self.phase == "suspended"
 
 
 _summary_decoder = msgspec.json.Decoder(JobSummary)
@@ -245,6 +252,8 @@ def summary_lines(summary: JobSummary, run_dir: Path) -> list[str]:
     lines.append(f"failures survived: {failures or 'none'}; batches retried: {summary.batches_retried}")
     if summary.values:
         lines.append("reported: " + values_text(summary.values))
+    if summary.is_suspended:
+        lines.append(f"suspended: {summary.suspended}; everstep unsuspend {run_dir} goes on")
     if summary.trusted:
         lines.append(f"began with checkpoint {summary.trusted}, which has no code of this job: --trust-checkpoint")
     lines.append(f"run directory: {run_dir} (everstep audit {run_dir})")

@@ -123,6 +123,25 @@ def status(run_dir: Path, as_json: bool) -> None:
 
 @cli.command()
 @RUN_DIR
+def suspend(run_dir: Path) -> None:
+    """Make a job's state safe and end all of its processes; everstep unsuspend goes on in the same run."""
+    from everstep.cli.suspend import suspend as suspend_job
+
+    suspend_job(run_dir)
+
+
+@cli.command()
+@RUN_DIR
+@click.option("--no-display", is_flag=True, help="Plain lines even on a terminal.")
+def unsuspend(run_dir: Path, no_display: bool) -> None:
+    """Have a suspended job go on, here, in the same run directory (everstep resume begins a new run)."""
+    from everstep.cli.suspend import unsuspend as unsuspend_job
+
+    raise SystemExit(unsuspend_job(run_dir, live=not no_display))
+
+
+@cli.command()
+@RUN_DIR
 @click.option("--once", is_flag=True, help="One picture, then end.")
 @click.option("--json", "as_json", is_flag=True, help="For programs: everything that was seen, once.")
 def top(run_dir: Path, once: bool, as_json: bool) -> None:

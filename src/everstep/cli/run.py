@@ -8,9 +8,9 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -20,6 +20,7 @@ from everstep.agent.rundir import FOLDERS, RunDirLock, disk_error, remove_socket
 from everstep.cli.capacity import make_fleet
 from everstep.cli.display import Display, make_screen, read_summary, summary_lines
 from everstep.cli.model import leave_model
+from everstep.cli.suspend import go_on, wait_for_capacity
 from everstep.config.capacity import parse_capacity
 from everstep.config.load import check_policy_module, check_script, load_spec, new_run_dir, read_spec, save_spec
 from everstep.config.spec import JobSpec
@@ -29,9 +30,13 @@ from everstep.model.job_view import JobView
 from everstep.net.messages import GetStatus
 from everstep.net.sockets import listen_tcp, parse_host_port
 from everstep.platforms.capacity import JoinedHosts, first_machine
+from everstep.platforms.fleet_runner import FleetRunner
 from everstep.platforms.notices import sources_of
 from everstep.platforms.trace_capacity import read_trace
 from everstep.protect.model import IN_RUN_DIR
+
+if TYPE_CHECKING:
+    from everstep.protect.home_files import HomeFiles
 
 LEFT = (  # by a run in which nothing was started
     "job.json",
@@ -47,6 +52,7 @@ LEFT = (  # by a run in which nothing was started
     "summary.json",
     "resume.json",
 )
+SUSPENDED = 7  # exit code of a job that is suspended
 STATUS_S = 1.0  # a display waits no longer for the master
 LOGS_S = 20.0  # nodes that are there send the last of their audit logs within that
 
@@ -170,16 +176,9 @@ def run_here(spec: JobSpec, origins: dict[str, str], run_dir: Path, live: bool, 
 
 
 def _run(spec: JobSpec, origins: dict[str, str], run_dir: Path, live: bool, lineage: bytes = b"") -> int:
-    from everstep.cli.link import connect_agent, reachable_host
-    from everstep.net.auth import create_secret, load_secret
-    from everstep.net.rendezvous import master_address
-    from everstep.protect.home_files import HomeFiles, served_places
+    from everstep.net.auth import create_secret
 
-    files: HomeFiles | None = None
-    if spec.bind:
-        listener = listen_beside(spec.bind, spec.files_port)
-        spec = msgspec.structs.replace(spec, files_port=listener.getsockname()[1])
-        files = HomeFiles(served_places(spec, run_dir), run_dir / "audit", listener)
+    spec, files = home_files(spec, run_dir)
 
     def prepare() -> None:
         try:
@@ -187,12 +186,93 @@ def _run(spec: JobSpec, origins: dict[str, str], run_dir: Path, live: bool, line
             save_spec(run_dir, spec, origins)
         except OSError as error:
             raise disk_error(run_dir, error) from None
+
+    return run_terms(spec, run_dir, live, prepare, files)
+
+
+def home_files(spec: JobSpec, run_dir: Path) -> tuple[JobSpec, HomeFiles | None]:
+    """Return the spec with the port at which this node serves files to others, and what serves them; None: there are
+    no other nodes."""
+    from everstep.protect.home_files import HomeFiles, served_places
+
+    if not spec.bind:
+        return spec, None
+    listener = listen_beside(spec.bind, spec.files_port)
+    spec = msgspec.structs.replace(spec, files_port=listener.getsockname()[1])
+    return spec, HomeFiles(served_places(spec, run_dir), run_dir / "audit", listener)
+
+
+def run_terms(
+    spec: JobSpec, run_dir: Path, live: bool, prepare: Callable[[], None], files: HomeFiles | None = None
+) -> int:
+    """Run a job until its end, or until it is suspended by hand. If it suspends itself, and its machines come from a
+    source, wait for capacity and go on. ``prepare``: called by the first agent, before its master starts. ``files``:
+    for other nodes."""
+    from everstep.net.auth import load_secret
+
+    run = _Run(spec, run_dir, live)
+
+    def begin() -> None:
+        prepare()
         if files is not None:
             files.serve(load_secret(run_dir / "secret"), spec.tls == "all")
 
-    agent: Agent | None = None
+    first: Callable[[], None] = begin
+    fleet: FleetRunner | None = None
+    began = time.monotonic()
+    try:
+        while True:
+            agent = run.agent(first)
+            if fleet is None:
+                fleet = make_fleet(spec, run_dir, agent.host, run.fetch, run.say)
+            run.display.start()
+            if fleet is not None:
+                fleet.start()
+            try:
+                outcome = agent.run()
+                if files is not None and (missing := files.wait(LOGS_S)):
+                    silent = f"these nodes were not heard for {LOGS_S:g} s"
+                    run.say(f"audit logs of {', '.join(missing)} are not all here: {silent}")
+            finally:
+                if fleet is not None:
+                    fleet.pause()
+                run.display.stop()
+            summary = read_summary(run_dir)
+            suspended = outcome.exit_code == 0 and summary is not None and summary.is_suspended
+            if not suspended or summary is None or not summary.by_itself or fleet is None:
+                break
+            print("\n".join(summary_lines(summary, run_dir)), flush=True)
+            go_on(run_dir, summary.suspensions, wait_for_capacity(spec, run_dir, summary.suspensions, fleet))
+            first = _nothing
+    finally:
+        if fleet is not None:
+            fleet.close()
+        if files is not None:
+            files.close()
+    outcome, lines = leave_model(spec, run_dir, outcome)
+    code = conclude(outcome, run_dir, time.monotonic() - began, lines)
+    return SUSPENDED if suspended else code
 
-    def fetch() -> JobView | None:
+
+def _nothing() -> None:
+    """All is there already."""
+
+
+class _Run:
+    """The agent and the display of the present term of a job, for those who outlive it."""
+
+    def __init__(self, spec: JobSpec, run_dir: Path, live: bool) -> None:
+        self._spec, self._run_dir, self._live = spec, run_dir, live
+        self._agent: Agent | None = None
+        self._told = False
+        self.display = self._make_display()
+
+    def _make_display(self) -> Display:
+        return Display(self._run_dir, self.fetch, lambda: make_screen(self._live))
+
+    def fetch(self) -> JobView | None:
+        """Return what the master shows of the job; None: it does not answer."""
+        agent = self._agent
         if agent is None or agent.client is None:
             return None
         try:
@@ -201,57 +281,57 @@ def _run(spec: JobSpec, origins: dict[str, str], run_dir: Path, live: bool, line
             return None
         return answer if isinstance(answer, JobView) else None
 
-    display = Display(run_dir, fetch, lambda: make_screen(live))
-    machine = first_machine(spec.hardware, spec.zone, Market(spec.market))
-    agent = Agent(
-        spec,
-        run_dir,
-        machine.node,
-        lambda a: connect_agent(a, lambda: master_address(run_dir), load_secret(run_dir / "secret")),
-        display.say,
-        keeps_master=True,
-        host=reachable_host(spec.bind),
-        prepare=prepare,
-        hardware=machine.offer.hardware,
-        zone=machine.offer.zone,
-        market=machine.offer.market,
-        notices=sources_of(spec.notices),
-    )
-    servers = f"{spec.ps} ps" if spec.mode == "ps" else "mode allreduce" + (f", {spec.ps} ps" if spec.ps else "")
-    if spec.consistency != "async":
-        servers += f", {spec.consistency}"
-    sys.stdout.write(f"everstep: {spec.name}: {spec.workers} workers, {servers}, run directory {run_dir}\n")
-    if spec.bind:
-        host, port = agent.host, parse_host_port(spec.bind)[1]
-        at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        JoinedHosts(at, f"{run_dir}/secret", lambda text: print(text)).request(1)
-    if spec.bind and spec.mode == "allreduce" and spec.tls == "control":
-        sys.stdout.write(
-            "tls: control: between nodes gradients are neither encrypted nor authenticated: only on a network of the "
-            "nodes' own (else --tls all)\n"
+    def say(self, text: str) -> None:
+        """Tell people a line."""
+        self.display.say(text)
+
+    def agent(self, prepare: Callable[[], None]) -> Agent:
+        """Return the agent of the next term."""
+        from everstep.cli.link import connect_agent, reachable_host
+        from everstep.net.auth import load_secret
+        from everstep.net.rendezvous import master_address
+
+        spec, run_dir = self._spec, self._run_dir
+        if self._agent is not None:
+            self._agent, self.display = None, self._make_display()
+        machine = first_machine(spec.hardware, spec.zone, Market(spec.market))
+        agent = self._agent = Agent(
+            spec,
+            run_dir,
+            machine.node,
+            lambda a: connect_agent(a, lambda: master_address(run_dir), load_secret(run_dir / "secret")),
+            self.say,
+            keeps_master=True,
+            host=reachable_host(spec.bind),
+            prepare=prepare,
+            hardware=machine.offer.hardware,
+            zone=machine.offer.zone,
+            market=machine.offer.market,
+            notices=sources_of(spec.notices),
         )
-    if spec.metrics:
-        sys.stdout.write(f"metrics: http://{spec.metrics}/metrics\n")
-    sys.stdout.flush()
-    fleet = make_fleet(spec, run_dir, agent.host, fetch, display.say)
-    began = time.monotonic()
-    display.start()
-    if fleet is not None:
-        fleet.start()
-    try:
-        outcome = agent.run()
-        if files is not None and (missing := files.wait(LOGS_S)):
-            display.say(
-                f"audit logs of {', '.join(missing)} are not all here: these nodes were not heard for {LOGS_S:g} s"
+        if not self._told:
+            self._told = True
+            self._tell(agent.host)
+        return agent
+
+    def _tell(self, host: str) -> None:
+        spec, run_dir = self._spec, self._run_dir
+        servers = f"{spec.ps} ps" if spec.mode == "ps" else "mode allreduce" + (f", {spec.ps} ps" if spec.ps else "")
+        if spec.consistency != "async":
+            servers += f", {spec.consistency}"
+        sys.stdout.write(f"everstep: {spec.name}: {spec.workers} workers, {servers}, run directory {run_dir}\n")
+        if spec.bind:
+            port = parse_host_port(spec.bind)[1]
+            at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            JoinedHosts(at, f"{run_dir}/secret", lambda text: print(text)).request(1)
+        if spec.bind and spec.mode == "allreduce" and spec.tls == "control":
+            sys.stdout.write(
+                "tls: control: between nodes gradients are neither encrypted nor authenticated: only on a network of "
+                "the nodes' own (else --tls all)\n"
             )
-    finally:
-        if fleet is not None:
-            fleet.close()
-        if files is not None:
-            files.close()
-        display.stop()
-    outcome, lines = leave_model(spec, run_dir, outcome)
-    return conclude(outcome, run_dir, time.monotonic() - began, lines)
+        if spec.metrics:
+            sys.stdout.write(f"metrics: http://{spec.metrics}/metrics\n")
+        sys.stdout.flush()
 
 
 def conclude(outcome: JobOutcome, run_dir: Path, wall_s: float, model: Sequence[str] = ()) -> int:

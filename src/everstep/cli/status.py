@@ -25,7 +25,7 @@ from everstep.model.job_view import JobView
 def show_status(run_dir: Path, as_json: bool) -> None:
     """Show a running job, from its master, or an ended one, from its summary. An ended one: its summary."""
     open_run_dir(run_dir)
-    if in_use(run_dir):
+    if in_use(run_dir) and not is_suspended(run_dir):
         view = ask_view(run_dir)
         if as_json:
             click.echo(json.dumps({"running": True, **as_builtins(view)}))
@@ -77,9 +77,17 @@ def as_builtins(view: JobView) -> dict[str, Any]:
     return {**shown, "renamed": [renamed_line(old, new) for old, new in RENAMED.items()]}
 
 
+def is_suspended(run_dir: Path) -> bool:
+    """Return whether the job of a run directory is suspended (while somebody may wait there for capacity)."""
+    summary = read_summary(run_dir)
+    return summary is not None and summary.is_suspended
+
+
 def need_running(run_dir: Path) -> None:
     """Raises ConfigError: it is no run directory, or its job is not running."""
     open_run_dir(run_dir)
+    if is_suspended(run_dir):
+        raise ConfigError(f"run directory {run_dir}: this job is suspended: everstep unsuspend {run_dir} goes on")
     if not in_use(run_dir):
         raise ConfigError(f"run directory {run_dir}: this job is not running")
 

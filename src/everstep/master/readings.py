@@ -12,6 +12,8 @@ from pathlib import Path
 import msgspec
 
 from everstep.brain.brain import Brain
+from everstep.brain.job import Phase
+from everstep.brain.supervision import StageChange
 from everstep.brain.watch import HeartbeatWatch
 from everstep.ids import Incarnation
 from everstep.model.member import MemberKey, MemberState
@@ -66,6 +68,10 @@ class SummaryFile(msgspec.Struct, kw_only=True):
     checkpoint: int = 0  # that has all that the job ended with, 0: there is none
     trusted: int = 0  # the checkpoint that it began with by the user's word (--trust-checkpoint), 0: none
     set_aside: int = 0  # a checkpoint that could not be loaded, for which the job ended; 0: none
+    suspensions: int = 0  # of the job so far
+    suspended: str = ""  # why it is suspended; "": it is not
+    by_itself: bool = False  # it is suspended because of who was there: it goes on when capacity is back
+    stages: tuple[StageChange, ...] = ()  # its last changes of state
 
 
 class Progress:
@@ -239,4 +245,8 @@ class Readings:
             checkpoint=brain.checkpoints.last,
             set_aside=brain.checkpoints.aside,
             trusted=brain.checkpoints.resumed if job.spec.trusted else 0,
+            suspensions=brain.state.supervision.suspensions,
+            suspended=brain.state.supervision.suspending if job.phase is Phase.SUSPENDED else "",
+            by_itself=job.phase is Phase.SUSPENDED and brain.state.supervision.by_itself,
+            stages=tuple(brain.state.supervision.changes),
         )

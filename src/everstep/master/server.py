@@ -35,6 +35,7 @@ from everstep.brain.events import (
     GroupDue,
     GroupStalled,
     InstructionType,
+    JobUnsuspended,
     LeaseExpired,
     MasterStarted,
     MemberJoined,
@@ -57,6 +58,7 @@ from everstep.brain.events import (
     SupervisionDue,
     Wait,
 )
+from everstep.brain.job import Phase
 from everstep.brain.turns import PaceKeeper
 from everstep.brain.watch import TICK_S, HeartbeatWatch
 from everstep.config.load import read_spec
@@ -92,6 +94,7 @@ from everstep.net.strangers import allow_many_descriptors
 from everstep.storage.atomic import private, write_atomic
 from everstep.storage.journal import Journal
 from everstep.storage.space import be_patient, with_space
+from everstep.storage.suspension import read_unsuspension
 
 logger = logging.getLogger("everstep.master")
 
@@ -242,6 +245,7 @@ class Master:
         """0: the job is over, summary.json says how. Else the number of an error that stderr tells of."""
         try:
             faultpoints.begin("master", 0, self.journal.incarnation)
+            self._go_on()
             self._tell(MasterStarted(self.journal.incarnation, self.spec, settles=True))
             self.checkpoints.start()
             self.watch.look(self.brain, self.clock.now())
@@ -257,6 +261,12 @@ class Master:
         except EverstepError as error:
             self._failure = self._failure or error
         return await self._leave()
+
+    def _go_on(self) -> None:
+        """A suspended job goes on, if ``everstep unsuspend`` has said so for this suspension."""
+        asked = read_unsuspension(self.run_dir)
+        if asked is not None and self.brain.job.phase is Phase.SUSPENDED:
+            self._tell(JobUnsuspended(asked.number, asked.reason))
 
     async def _listen(self) -> None:
         info = MasterInfo(pid=os.getpid(), incarnation=self.journal.incarnation)

@@ -378,8 +378,8 @@ def judged(report: AuditReport, facts: JobFacts) -> AuditReport:
         report.why = "the script stepped with no sample: all of them were left out"
     elif job.phase is not Phase.DONE:
         report.verdict = Verdict.OPEN
-        stopped = job.phase is Phase.STOPPED
-        report.why = f"{'stopped' if stopped else 'running, or ended without a word'}; so far each sample once"
+        ended = job.phase in (Phase.STOPPED, Phase.SUSPENDED)
+        report.why = f"{job.phase.value if ended else 'running, or ended without a word'}; so far each sample once"
     return report
 
 

@@ -21,6 +21,7 @@ from everstep.brain.events import (
     ShardDone,
     StepsCommitted,
 )
+from everstep.brain.job import Phase
 from everstep.ids import Incarnation, LeaseNo, NodeId, Slot
 from everstep.model.capacity import CapacityStep, Market
 from everstep.model.member import Role
@@ -58,6 +59,8 @@ class Spending:
         self.brain = Brain()
         self.began = 0.0
         self.ended = 0.0
+        self._terms: list[tuple[float, float]] = []  # of the job, that ended as it was suspended
+        self._term_began = 0.0
         self._machines: list[_Machine] = []
         self._open: dict[NodeId, _Machine] = {}
         self._points: list[tuple[float, float]] = []
@@ -78,7 +81,10 @@ class Spending:
         fact, sender, at = event.fact, event.sender, event.at
         self.began = self.began or at
         if over:
+            if not self.brain.job.over:
+                self.ended = self._term_began = max(self.ended, at)
             return
+        self._term_began = self._term_began or at
         self.ended = max(self.ended, at)
         match fact:
             case ShardAsked():
@@ -111,6 +117,16 @@ class Spending:
                 self._groups.setdefault(group.generation, (at, members))
         if not isinstance(fact, ShardAsked | ShardDone | StepsCommitted):
             self._look_at_members(at)
+        if self.brain.job.phase is Phase.SUSPENDED:
+            self._nothing_is_held(at)
+
+    def _nothing_is_held(self, at: float) -> None:
+        """The job is suspended: nobody pays for it until it goes on."""
+        for node in list(self._open):
+            self._gone(node, at)
+        self._members += [(role, node, since, at) for (role, _, _), (node, since) in self._running.items()]
+        self._running.clear()
+        self._terms.append((self._term_began, at))
 
     def close(self) -> None:
         """End all that is open, which ends with the job, or with the last event of one that is not over."""
@@ -133,7 +149,7 @@ class Spending:
             market = fact.market or Market.ON_DEMAND
             machine = self._open[fact.node] = _Machine(fact.node, fact.hardware, fact.zone, market, at)
             if fact.node == HOME_NODE:
-                machine.begin = self.began  # (its master was there before its agent's hello)
+                machine.begin = self._term_began  # (its master was there before its agent's hello)
             self._machines.append(machine)
         machine.hardware, machine.zone = machine.hardware or fact.hardware, machine.zone or fact.zone
         machine.places = max(machine.places, fact.worker_places)
@@ -204,7 +220,10 @@ class Spending:
     def members(self, clock: PlayedClock) -> list[MemberSpan]:
         """Return members, the master among them, on ``clock``."""
         out = [MemberSpan(str(role), node, clock.at(a), clock.at(b)) for role, node, a, b in self._members]
-        return [MemberSpan("master", HOME_NODE, clock.at(self.began), clock.at(self.ended)), *out]
+        terms = list(self._terms)
+        if self.brain.job.phase is not Phase.SUSPENDED:
+            terms.append((self._term_began, self.ended))
+        return [*(MemberSpan("master", HOME_NODE, clock.at(a), clock.at(b)) for a, b in terms), *out]
 
     def goodput(self) -> float | None:
         """Return the goodput part, in the seconds that passed here."""

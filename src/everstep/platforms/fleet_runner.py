@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -46,21 +47,48 @@ class FleetRunner:
         self._late: list[tuple[float, StartAgent]] = []
         self._facts: queue.SimpleQueue[Remember | None] = queue.SimpleQueue()
         self._told: dict[str, str] = {}
-        self._thread = threading.Thread(target=self._run, name="capacity", daemon=True)
-        self._teller = threading.Thread(target=self._tell, name="capacity-journal", daemon=True)
+        self._thread = self._teller = threading.current_thread()  # (until it is started)
+        self._closed = False
 
     def __repr__(self) -> str:
         return f"<{self._fleet!r} from {self._source.name}>"
 
     def start(self) -> None:
+        """Get machines, from now on; also once more after ``pause``."""
+        self._over.clear()
+        self._late, self._facts = [], queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="capacity", daemon=True)
+        self._teller = threading.Thread(target=self._tell, args=(self._facts,), name="capacity-journal", daemon=True)
         self._thread.start()
         self._teller.start()
 
-    def close(self) -> None:
-        """The job is over: wait for agents, which end with it, give every machine back, and end the threads."""
+    def pause(self) -> None:
+        """The job ends, perhaps not for good: wait for agents, which end with it, and give every machine back."""
         self._over.set()
         self._facts.put(None)
-        self._thread.join(_AGENTS_END_S + 3 * _BACK_OFF_MAX_S)
+        if self._thread is not threading.current_thread():
+            self._thread.join(_AGENTS_END_S + 3 * _BACK_OFF_MAX_S)
+
+    def close(self) -> None:
+        """The job is over: as ``pause``, and let go of the source."""
+        self.pause()
+        if not self._closed:
+            self._closed = True
+            self._source.close()
+
+    def on_offer(self) -> int:
+        """Return how many machines could be had, while this is paused. Raise nothing: a source that fails has none."""
+        try:
+            self._source.watch()
+            return sum(offer.count for offer in self._source.offers())
+        except PlatformError as error:
+            self._complain("source", f"{self._source.name}: {error}; it is asked again")
+            return 0
+
+    @property
+    def every_s(self) -> float:
+        """How often the source wants to be asked."""
+        return self._source.every_s
 
     def _run(self) -> None:
         waits = backoff(2 * self._source.every_s, _BACK_OFF_MAX_S, spread=0.0, at_once=False)
@@ -94,8 +122,9 @@ class FleetRunner:
                 self._over.wait(min(_TURN_S, self._source.every_s))
         finally:
             self._platform.close(_AGENTS_END_S)
+            with contextlib.suppress(EverstepError):
+                self._source.request(0)
             self._do(self._fleet.over())
-            self._source.close()
 
     def _do(self, actions: list[FleetAction] | list[StartAgent], late: bool = False) -> None:
         for action in actions:
@@ -125,8 +154,8 @@ class FleetRunner:
             self._told[about] = text
             self._say(f"capacity: {text}")
 
-    def _tell(self) -> None:
-        while (fact := self._facts.get()) is not None:
+    def _tell(self, facts: queue.SimpleQueue[Remember | None]) -> None:
+        while (fact := facts.get()) is not None:
             if self._over.is_set():
                 return
             try:

@@ -254,8 +254,12 @@ class TraceMarket:
         return (Offer(offer.hardware, offer.zone, offer.market, offer.price, free),) if free else ()
 
     def request(self, count: int) -> None:
-        """The job wants ``count`` machines from now on, those that it has among them."""
+        """The job wants ``count`` machines from now on, those that it has among them. If it has more, it gives the
+        newest back; it may get them again."""
         self._wanted = count
+        for n in list(self._held)[count:]:
+            self._give_up(n)
+            self._there[n] = None
 
     def release(self, node: NodeId) -> None:
         """The job gives a machine back, and does not want this one again."""

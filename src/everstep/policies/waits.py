@@ -6,6 +6,7 @@ while the job is suspended and has no brain; ``everstep simulate`` asks them in 
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
 
 import msgspec
@@ -31,6 +32,13 @@ def max_wait_s(spec: JobSpec) -> float:
 def stabilization_s(spec: JobSpec) -> float:
     """Return for how long capacity has to stay until it counts as back."""
     return seconds(spec.stabilization)
+
+
+def machines_needed(spec: JobSpec) -> int:
+    """Return how many machines, beside the first one, a suspended job needs to go on: as many as bring the workers that
+    its first machine has not, and one at least."""
+    least = max(spec.min_workers, spec.workers if spec.recovery == "wait_for_all" else 1)
+    return max(1, math.ceil((least - spec.workers) / max(1, spec.capacity_workers)))
 
 
 def lack_words(workers: int, least_workers: int, ps: int, least_ps: int) -> str:

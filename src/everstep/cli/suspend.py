@@ -1,0 +1,110 @@
+"""Runs ``everstep suspend``, and what makes a suspended job go on: ``unsuspend``, or capacity that is back."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import click
+
+from everstep.agent.rundir import in_use
+from everstep.brain.events import SuspendAsked
+from everstep.cli.display import read_summary
+from everstep.cli.link import ask_master, ask_view
+from everstep.cli.status import is_suspended, need_running
+from everstep.config.spec import JobSpec
+from everstep.errors import ConfigError, EverstepError, UserError
+from everstep.model.job_view import SupervisionView
+from everstep.platforms.fleet_runner import FleetRunner
+from everstep.policies.waits import Steadiness, machines_needed, stabilization_s
+from everstep.storage.suspension import UNSUSPEND_FILE, Unsuspension, read_unsuspension, write_unsuspension
+
+LOOK_S = 0.2
+SUSPEND_MAX_S = 180.0  # a checkpoint of 60 s, and what ends before and after it
+BY_HAND = "everstep unsuspend"
+
+
+def suspend(run_dir: Path) -> None:
+    """Ask the master to suspend its job, and wait until it is. Raises ConfigError: it does not run; UserError: its
+    state could not be made safe."""
+    need_running(run_dir)
+    before = ask_view(run_dir).supervision
+    ask_master(run_dir, SuspendAsked("everstep suspend"))
+    click.echo("the job is being suspended: workers finish their batch, and a checkpoint is written")
+    end = time.monotonic() + SUSPEND_MAX_S
+    while time.monotonic() < end:
+        if not in_use(run_dir) or is_suspended(run_dir):
+            break
+        try:
+            view = ask_view(run_dir)
+        except EverstepError:
+            time.sleep(LOOK_S)  # (its master ends, or comes back)
+            continue
+        if view.exit_code is None and _gave_up(view.supervision, before):
+            raise UserError(f"run directory {run_dir}: no checkpoint could be written, so the job goes on")
+        time.sleep(LOOK_S)
+    summary = read_summary(run_dir)
+    if summary is not None and summary.is_suspended:
+        click.echo(f"suspended; everstep unsuspend {run_dir} goes on")
+        return
+    how = f"it is {summary.phase}" if summary is not None else f"it has not ended within {SUSPEND_MAX_S:.0f} s"
+    raise UserError(f"run directory {run_dir}: the job is not suspended: {how}")
+
+
+def _gave_up(now: SupervisionView | None, before: SupervisionView | None) -> bool:
+    """Whether the job was asked to be suspended, and goes on."""
+    if now is None or now.suspending:
+        return False
+    return before is None or now.suspensions == before.suspensions
+
+
+def unsuspend(run_dir: Path, live: bool) -> int:
+    """Have a suspended job go on, here; the exit code of ``everstep``. If an ``everstep run`` waits for capacity, it
+    goes on there. Raises ConfigError: the job is not suspended."""
+    from everstep.agent.rundir import RunDirLock, remove_sockets
+    from everstep.cli.run import home_files, run_terms
+    from everstep.config.load import check_script, read_spec
+
+    spec = read_spec(run_dir)
+    summary = read_summary(run_dir)
+    if in_use(run_dir):
+        if summary is None or not summary.is_suspended:
+            raise ConfigError(f"run directory {run_dir}: this job is running")
+        write_unsuspension(run_dir, Unsuspension(number=summary.suspensions, reason=BY_HAND))
+        click.echo("the job goes on where everstep run waits for capacity")
+        return 0
+    if summary is None or not summary.is_suspended:
+        how = f"it is {summary.phase}" if summary is not None else "it ended without a word"
+        raise ConfigError(
+            f"run directory {run_dir}: the job is not suspended, {how}; everstep resume {run_dir} begins a new run "
+            "from its newest checkpoint"
+        )
+    check_script(spec.script)
+    with RunDirLock.take(run_dir):
+        remove_sockets(run_dir)
+        go_on(run_dir, summary.suspensions, BY_HAND)
+        spec, files = home_files(spec, run_dir)
+        return run_terms(spec, run_dir, live, lambda: None, files)
+
+
+def go_on(run_dir: Path, number: int, reason: str) -> None:
+    """Leave word for the next master that suspension ``number`` is over. With the run directory locked."""
+    write_unsuspension(run_dir, Unsuspension(number=number, reason=reason))
+    (run_dir / "summary.json").unlink(missing_ok=True)
+
+
+def wait_for_capacity(spec: JobSpec, run_dir: Path, number: int, fleet: FleetRunner) -> str:
+    """Wait until enough machines could be had for long enough, or ``everstep unsuspend`` says so; return why the job
+    goes on."""
+    (run_dir / UNSUSPEND_FILE).unlink(missing_ok=True)
+    need = machines_needed(spec)
+    back = Steadiness(need, stabilization_s(spec))
+    click.echo(f"waiting for {need} machines, for {spec.stabilization} (everstep unsuspend {run_dir}: go on now)")
+    while True:
+        asked = read_unsuspension(run_dir)
+        if asked is not None and asked.number == number:
+            return asked.reason
+        there = fleet.on_offer()
+        if back.offered(time.monotonic(), there):
+            return f"capacity is back: {there} machines could be had for {spec.stabilization}"
+        time.sleep(max(LOOK_S, fleet.every_s))
