@@ -70,7 +70,7 @@ def test_suspended_twice_and_each_sample_counts_once(run: Run, mode: tuple[str, 
         code, text = run.everstep("scale", str(run.run_dir), "--workers", "3")
         assert code == 2 and "everstep unsuspend" in text, text
         go_on(run)
-        until(lambda: times_gone_on(run) == times, why=run.story)
+        until(lambda n=times: times_gone_on(run) == n, why=run.story)  # type: ignore[misc]
     run.alive(Role.WORKER, 0, 3)
     run.hurry()
     run.ended_well(400)

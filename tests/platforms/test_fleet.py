@@ -237,7 +237,7 @@ def test_the_thread_does_what_the_fleet_says() -> None:
     assert platform.done.get(timeout=60) == ("start", "n2", 1)
     runner.close()
     assert platform.done.get(timeout=60) == ("close",)
-    assert source.closed.is_set() and source.released == ["n2"] and source.requested == [2]
+    assert source.closed.is_set() and source.released == ["n2"] and source.requested == [2, 0]
 
 
 # ------------------------------------------------------------ the setting

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from everstep.config.spec import JobSpec
-from everstep.policies.waits import Steadiness, lack_words, max_wait_s, refuse_count
+from everstep.policies.waits import Steadiness, lack_words, machines_needed, max_wait_s, refuse_count
 
 
 def test_capacity_has_to_stay() -> None:
@@ -26,3 +26,9 @@ def test_words() -> None:
     assert max_wait_s(JobSpec()) == 0.0
     assert max_wait_s(JobSpec(max_wait="10m")) == 600.0
     assert refuse_count(JobSpec(), "workers", 10_000) == ""
+
+
+def test_how_many_machines_a_suspended_job_needs() -> None:
+    assert machines_needed(JobSpec(workers=4)) == 1
+    assert machines_needed(JobSpec(workers=1, min_workers=6, capacity_workers=2)) == 3
+    assert machines_needed(JobSpec(workers=4, recovery="wait_for_all")) == 1

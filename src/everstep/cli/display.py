@@ -66,7 +66,7 @@ class Display:
         self.view: JobView | None = None
         self._fetch = fetch
         self._make = make
-        self._events = LogTail(run_dir / "events.jsonl")
+        self._events = LogTail(run_dir / "events.jsonl", at_end=True)  # (of a job that goes on: what is new)
         self._output = ScriptOutput(run_dir / "logs" / "worker-0.log")
         self._said: list[str] = []
         self._lock = threading.Lock()
