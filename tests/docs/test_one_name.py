@@ -30,6 +30,7 @@ SAME_NOUN = {
     "placement.py",
     "policy.py",
     "resume.py",
+    "suspend.py",
     "witness.py",
 }
 

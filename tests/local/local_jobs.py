@@ -104,6 +104,12 @@ class Run:
             )
         return self
 
+    def go_on(self) -> None:
+        """``everstep unsuspend`` in place of ``everstep run``."""
+        argv = [sys.executable, "-m", "everstep.cli", "unsuspend", str(self.run_dir), "--no-display"]
+        with self.out.open("ab") as out:
+            self.popen = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=self.folder)
+
     def everstep(self, *args: str, timeout_s: float = 240.0) -> tuple[int, str]:
         """Another command: exit code, output."""
         argv = [sys.executable, "-m", "everstep.cli", *args]

@@ -1,4 +1,4 @@
-"""A notice says that a node goes: it is emptied, and joins again if it stays; or the job ends in order."""
+"""A notice says that a node goes: it is emptied, and joins again if it stays; or the job is suspended."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_false_alarm_empties_a_node_which_joins_again(run: Run) -> None:
     assert run.leftovers(run_dir) == {}
 
 
-def test_a_notice_of_the_masters_node_ends_the_job_in_order(run: Run) -> None:
+def test_a_notice_of_the_masters_node_suspends_the_job(run: Run) -> None:
     alarm = run.folder / "going"
     run.write(epochs=100)
     run.start("--workers", "1", "--ps", "1", "--notices", f"file:{alarm}")
@@ -47,7 +47,11 @@ def test_a_notice_of_the_masters_node_ends_the_job_in_order(run: Run) -> None:
     run.trained(200)
     alarm.write_text("")
     assert run.wait() == 143, run.story()
-    assert "everstep resume" in run.text(), run.text()
+    assert "everstep unsuspend" in run.text(), run.text()
     assert run.leftovers() == {}
     code, out = run.everstep("checkpoint", "ls", str(run.run_dir))
     assert code == 0, out
+    alarm.unlink()
+    run.hurry()
+    run.go_on()
+    run.ended_well()

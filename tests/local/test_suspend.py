@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,13 +23,6 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(900)]
 
 RECORDED = Path(__file__).parents[2] / "benchmarks" / "traces" / "spot"
-
-
-def go_on(run: Run) -> None:
-    """``everstep unsuspend`` in place of ``everstep run``."""
-    argv = [sys.executable, "-m", "everstep.cli", "unsuspend", str(run.run_dir), "--no-display"]
-    with run.out.open("ab") as out:
-        run.popen = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=run.folder)
 
 
 def times_gone_on(run: Run) -> int:
@@ -69,7 +60,7 @@ def test_suspended_twice_and_each_sample_counts_once(run: Run, mode: tuple[str, 
         assert code == 0 and json.loads(text)["phase"] == "suspended", text
         code, text = run.everstep("scale", str(run.run_dir), "--workers", "3")
         assert code == 2 and "everstep unsuspend" in text, text
-        go_on(run)
+        run.go_on()
         until(lambda n=times: times_gone_on(run) == n, why=run.story)  # type: ignore[misc]
     run.alive(Role.WORKER, 0, 3)
     run.hurry()
@@ -93,7 +84,7 @@ def test_capacity_that_falls_to_zero_suspends_the_job_and_brings_it_back(run: Ru
     run.hurry()
     code = run.wait(400)
     while code == SUSPENDED:  # (nobody is there any more: the recording is over)
-        go_on(run)
+        run.go_on()
         code = run.wait(400)
     assert code == 0, run.story()
     assert run.leftovers() == {}
