@@ -40,8 +40,7 @@ class StepBuilder:
         alone: bool,
         only: bool,
     ) -> None:
-        """``alone``: as plain PyTorch, a step is pushed and its values are pulled before the script goes on; ``only``:
-        no other worker steps."""
+        """``alone``: in one process, with the ps in it; ``only``: no other worker steps."""
         self._driver, self._tables, self._gradients = driver, tables, gradients
         self._hand, self._pusher, self._clock = hand, pusher, tables.clock
         self._alone, self._sync = alone, driver.admission.sync
@@ -65,9 +64,9 @@ class StepBuilder:
 
     @property
     def _immediate(self) -> bool:
-        """Whether a step is pushed at once, and the new values are pulled before the script goes on: alone, as plain
-        PyTorch does; and with several optimizers, where what follows in the iteration is computed with them."""
-        return self._alone or len(self._gradients.optimizers) > 1
+        """Whether a step is pushed at once, and the new values are pulled before the script goes on: with several
+        optimizers, where what follows in the iteration is computed with them."""
+        return len(self._gradients.optimizers) > 1
 
     def hold(self, optimizer: PsOptimizer, of_torch: torch.optim.Optimizer) -> None:
         self._gradients.hold(optimizer, of_torch)
