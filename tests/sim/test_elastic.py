@@ -172,6 +172,7 @@ def test_a_restart_by_hand() -> None:
     assert found.ended and found.samples == 600_000
     assert found.length_s == pytest.approx(250 + 20 + 200)  # 200 s x 2,000 are kept, 200,000 are left
     assert found.could == pytest.approx(250 * 2000 + 220 * 1000)
+    assert sum(b.trains for b in found.bins) * 60 == pytest.approx(600_000 + 50 * 2000)  # (50 s of both are done again)
     assert (found.reclaims, found.losses) == (1, 1)
 
 

@@ -86,6 +86,7 @@ class _Ruled:
         self._checkpoint_at = math.inf
         self._losses = 0
         self._meter = WorkMeter(model)
+        self._noted = 0.0
 
     def _rate(self) -> float:
         places = self._home.places + sum(self._machines[n].places for n in self._members)
@@ -109,7 +110,7 @@ class _Ruled:
         return self._outcome()
 
     def _train(self, until: float, rate: float) -> None:
-        self._meter.trains(self._now, rate)
+        self._note(rate)
         if until > self._now:
             self._done = min(self._samples, self._done + rate * (until - self._now))
             self._now = until
@@ -179,8 +180,14 @@ class _Ruled:
             self._stand(gone - self._now)
         self._checkpoint_at = self._now + self._rule.interval_s
 
+    def _note(self, rate: float) -> None:
+        if rate != self._noted:
+            self._noted = rate
+            self._meter.trains(self._now, rate)
+
     def _stand(self, seconds: float) -> None:
-        self._meter.trains(self._now, 0.0)
+        if seconds > 1.0:  # (else it would not be seen)
+            self._note(0.0)
         self._now = min(self._limit_s, self._now + seconds)
 
     def _checkpoint(self, wait: bool = False) -> None:
@@ -213,6 +220,10 @@ class _Ruled:
         for at, more in sorted(events):
             meter.places(at, more)
         meter.close(length_s)
+        self._meter.close(length_s)
+        bins = meter.bins()
+        for found, trained in zip(bins, self._meter.bins(), strict=False):
+            found.trains = trained.trains
         return Outcome(
             ended=ended,
             why="" if ended else f"not over after {self._limit_s / 3600:.1f} h",
@@ -223,7 +234,7 @@ class _Ruled:
             reclaims=reclaims,
             losses=self._losses,
             machines=tuple(spans),
-            bins=meter.bins(),
+            bins=bins,
         )
 
 
