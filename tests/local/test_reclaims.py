@@ -41,7 +41,7 @@ def test_a_false_alarm_empties_a_node_which_joins_again(run: Run) -> None:
 
 def test_a_notice_of_the_masters_node_suspends_the_job(run: Run) -> None:
     alarm = run.folder / "going"
-    run.write(epochs=100)
+    run.write(epochs=30)
     run.start("--workers", "1", "--ps", "1", "--notices", f"file:{alarm}")
     run.alive(Role.WORKER, 0)
     run.trained(200)

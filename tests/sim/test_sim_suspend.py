@@ -7,7 +7,7 @@ import pytest
 from everstep.sim.suspend import simulate_suspend
 
 
-@pytest.mark.parametrize("seed", [0, 2, 5, 14, 18, 230, 655])
+@pytest.mark.parametrize("seed", [0, 2, 5, 14, 18, 230, 655, 2045])
 def test_a_seed(seed: int) -> None:
     assert simulate_suspend(seed).applied > 0
 

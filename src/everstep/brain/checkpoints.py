@@ -439,9 +439,15 @@ class Checkpoints(CheckpointRecords):
             self.writing.reason = CheckpointReason.DUE
 
     def go_on(self) -> None:
-        """The job did not end with its last checkpoint: it was suspended, or could not be."""
+        """The job did not end with its last checkpoint: it was suspended, and nobody writes one any more."""
         self.stopping, self.stopped, self.final, self.last = "", False, False, 0
         self.writing = None
+
+    def cannot_stop(self) -> None:
+        """The job was to be suspended, and could not be. What is written for another reason is written on."""
+        self.stopping, self.stopped = "", False
+        if self.writing is not None and self.writing.reason is CheckpointReason.STOP:
+            self.writing = None
 
     # ------------------------------------------------------------ going on from another job's
 

@@ -41,7 +41,9 @@ def suspend(run_dir: Path) -> None:
             time.sleep(LOOK_S)  # (its master ends, or comes back)
             continue
         if view.exit_code is None and _gave_up(view.supervision, before):
-            raise UserError(f"run directory {run_dir}: no checkpoint could be written, so the job goes on")
+            raise UserError(
+                f"run directory {run_dir}: the job could not be suspended, and goes on: everstep explain says why"
+            )
         time.sleep(LOOK_S)
     summary = read_summary(run_dir)
     if summary is not None and summary.is_suspended:

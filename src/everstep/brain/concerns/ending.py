@@ -41,6 +41,9 @@ class EndingConcern(Concern):
 
     def suspend(self, reason: str, at: float) -> Out:
         """Make the job's state safe, as a job does that stops, and end all of its processes."""
+        writing = self.checkpoints.writing
+        if writing is not None and writing.reason is CheckpointReason.FINAL:
+            return self._cannot_suspend(at, "every script has ended, and the job is about to")
         if not self.concerns.training.can_be_saved():
             return self.suspended(at)
         self.checkpoints.stopping = reason
@@ -53,7 +56,7 @@ class EndingConcern(Concern):
         saved, newest = bool(checkpoints.last), checkpoints.newest
         lost = self.concerns.training.lost_if_ended()
         if not saved and (self.concerns.training.can_be_saved() or (lost and newest is None)):
-            return self._cannot_suspend(at)
+            return self._cannot_suspend(at, "no checkpoint could be written, so the job goes on")
         words = books.suspending
         if not saved and lost:
             since = f"checkpoint {newest.checkpoint}" if newest is not None else "its beginning"
@@ -62,10 +65,10 @@ class EndingConcern(Concern):
         inputs: Inputs = {"checkpoint": newest.checkpoint if newest is not None else 0}
         return [Note("", Decision("suspended", words, inputs)), self.job.finish(Phase.SUSPENDED, 0, "")]
 
-    def _cannot_suspend(self, at: float) -> Out:
-        words = f"{self.state.supervision.suspending}; but no checkpoint could be written, so the job goes on"
+    def _cannot_suspend(self, at: float, why: str) -> Out:
+        words = f"{self.state.supervision.suspending}; but {why}"
         self.concerns.supervisor.cannot_suspend(at)
-        self.checkpoints.go_on()
+        self.checkpoints.cannot_stop()
         for slot, record in self.members.workers.items():
             if slot < self.job.workers_wanted and not (record.running or record.finished or record.drained):
                 record.waiting = True
