@@ -22,6 +22,7 @@ import torch
 import everstep
 from everstep.api import job as api_job
 from everstep.errors import ScriptError, UserError
+from meaning import interrupted
 from meaning.composed import Steps, steps_of
 from meaning.plain import Plain
 from meaning.table import Mode, Result, Row
@@ -177,9 +178,12 @@ def real(row: Row, mode: Mode) -> tuple[Result, Steps | None]:
         command = [sys.executable, "-X", "fork", str(LAUNCH), "run", "--no-display", "--run-dir", str(folder / "run")]
         command += [*mode.flags, str(WORKER), row.name, mode.name, str(out)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **mode.environment}
-        done = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=JOB_S, check=False
-        )
+        if row.interrupt:
+            done = interrupted.run(command, row.interrupt, folder, environment, JOB_S)
+        else:
+            done = subprocess.run(
+                command, cwd=folder, env=environment, capture_output=True, text=True, timeout=JOB_S, check=False
+            )
         refused = out.with_suffix(".refused")
         if refused.exists():
             raise ScriptError(refused.read_text())

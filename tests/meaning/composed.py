@@ -72,9 +72,13 @@ def begin_together(folder: Path, slot: int, workers: int) -> None:
 
 
 def steps_of(folder: Path) -> Steps:
-    """All iterations of the job, from what its workers noted."""
+    """All iterations of the job, and of the one that went on from it, from what their workers noted."""
+    return _steps_of(folder, "0") + _steps_of(folder, "1")
+
+
+def _steps_of(folder: Path, life: str) -> Steps:
     found: dict[tuple[int, int], list[Part]] = defaultdict(list)
-    for path in folder.glob("*.parts-*"):
+    for path in folder.glob(f"*.parts-{life}-*"):
         lines = [tuple(map(int, line.split())) for line in path.read_text().splitlines()]
         by_step: dict[int, list[Part]] = defaultdict(list)
         for _, *part in (line for line in lines if line[0] < 0):

@@ -37,12 +37,16 @@ class Net(nn.Module):
         self.last = nn.Linear(8, 1)
 
     def hidden(self, batch: dict[str, Tensor]) -> Tensor:
+        """For scripts. (Not for ``forward``: behind a method that FSDP knows it shards the model again.)"""
+        return self._hidden(batch)
+
+    def _hidden(self, batch: dict[str, Tensor]) -> Tensor:
         x = torch.cat([self.emb(batch["ids"][:, 0]), self.bag(batch["ids"][:, 1:]), batch["x"]], 1)
         out: Tensor = torch.tanh(self.middle(self.first(x)))
         return out
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        out: Tensor = self.last(self.hidden(batch))
+        out: Tensor = self.last(self._hidden(batch))
         return out
 
     def total(self) -> Tensor:
@@ -52,6 +56,10 @@ class Net(nn.Module):
     def rows(self, ids: Tensor) -> Tensor:
         out: Tensor = self.emb(ids)
         return out
+
+    def penalty(self) -> Tensor:
+        """L2 of the dense part."""
+        return torch.stack([p.square().sum() for p in self.dense()]).sum()
 
     def dense(self) -> list[nn.Parameter]:
         """All parameters but the tables'."""
@@ -141,7 +149,7 @@ def shard(model: nn.Module, mesh: Any) -> None:
         if any(p.dtype != torch.float32 for p in part.parameters()):
             fully_shard(part, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    for method in ("hidden", "total", "rows", "short"):
+    for method in ("hidden", "penalty", "total", "rows", "short"):
         if hasattr(model, method):
             register_fsdp_forward_method(model, method)
 

@@ -139,6 +139,7 @@ class Row:
     reference: dict[str, Any]  # options of ``Plain``: what a cell that states a difference is held to instead
     rtol: float
     atol: float
+    interrupt: str = ""  # jobs of real processes are stopped ("stop") or killed ("crash") in the middle, and resumed
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -167,6 +168,7 @@ def row(
     stated: dict[str, str] | None = None,
     rtol: float = 1e-4,
     atol: float = 1e-5,
+    interrupt: str = "",
     **reference: Any,
 ) -> Callable[[Script], Script]:
     """Make a function a row. ``stated``: sentences by modes, ``{"sync elastic": "..."}``."""
@@ -175,7 +177,7 @@ def row(
         name = script.__name__
         if name in ROWS:
             raise ValueError(f"two rows are called {name!r}")
-        ROWS[name] = Row(name, about, title, script, stated or {}, reference, rtol, atol)
+        ROWS[name] = Row(name, about, title, script, stated or {}, reference, rtol, atol, interrupt)
         return script
 
     return add

@@ -412,15 +412,7 @@ def vit_pytorch_vit(es: Any) -> Result:
 
     def make() -> Any:
         return vit.ViT(
-            snapshot_size=28,
-            patch_size=7,
-            num_classes=10,
-            dim=24,
-            depth=2,
-            heads=2,
-            mlp_dim=32,
-            channels=1,
-            dropout=0.1,
+            image_size=28, patch_size=7, num_classes=10, dim=24, depth=2, heads=2, mlp_dim=32, channels=1, dropout=0.1
         )
 
     return train(es, make, clothes(), picture)

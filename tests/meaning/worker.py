@@ -11,6 +11,7 @@ import torch
 
 from everstep.agent.worker_process import with_advice
 from everstep.errors import UserError
+from meaning import interrupted
 from meaning.cells import Everstep
 from meaning.composed import begin_together, note_parts
 from meaning.table import MODES, load
@@ -19,7 +20,7 @@ torch.set_num_threads(1)
 name, mode, out = sys.argv[1:]
 es = Everstep(MODES[mode])
 if MODES[mode].composed:
-    note_parts(f"{out}.parts-{os.getpid()}")
+    note_parts(f"{out}.parts-{int(interrupted.SECOND.exists())}-{os.getpid()}")
     begin_together(Path(out).parent, int(os.environ["EVERSTEP_SLOT"]), MODES[mode].scale)
 try:
     result = load()[name].script(es)

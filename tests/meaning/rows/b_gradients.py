@@ -254,6 +254,30 @@ def l2_all(es: Any) -> Result:
     return s.end()
 
 
+@row(GRADS, "a penalty: L2 of the dense parameters, computed before the model's forward")
+def l2_before(es: Any) -> Result:
+    s = Script(es)
+    opt = s.sgd()
+    for batch in s.batches():
+        opt.zero_grad()
+        penalty = sum(p.square().sum() for p in s.model.dense())
+        (s.loss(batch) + 0.01 * penalty).backward()
+        opt.step()
+    return s.end()
+
+
+@row(GRADS, "the same in a method of the model (`register_fsdp_forward_method` where it is sharded)")
+def l2_method(es: Any) -> Result:
+    s = Script(es)
+    opt = s.sgd()
+    for batch in s.batches():
+        opt.zero_grad()
+        penalty = s.model.penalty()
+        (s.loss(batch) + 0.01 * penalty).backward()
+        opt.step()
+    return s.end()
+
+
 @row(GRADS, "a penalty: L2 of the rows that were looked up, in the loss")
 def l2_rows(es: Any) -> Result:
     s = Script(es)

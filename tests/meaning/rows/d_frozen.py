@@ -150,7 +150,7 @@ def table_frozen_later(es: Any) -> Result:
 @row(FROZEN, "an embedding's output detached")
 def detached(es: Any) -> Result:
     class Detached(Net):
-        def hidden(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        def _hidden(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
             parts = [self.emb(batch["ids"][:, 0]).detach(), self.bag(batch["ids"][:, 1:]), batch["x"]]
             out: torch.Tensor = torch.tanh(self.first(torch.cat(parts, 1)))
             return out
@@ -162,7 +162,7 @@ def detached(es: Any) -> Result:
 @row(FROZEN, "a part of forward under `torch.no_grad()`")
 def no_grad_part(es: Any) -> Result:
     class Part(Net):
-        def hidden(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        def _hidden(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
             with torch.no_grad():
                 x = torch.cat([self.emb(batch["ids"][:, 0]), self.bag(batch["ids"][:, 1:]), batch["x"]], 1)
             out: torch.Tensor = torch.tanh(self.first(x))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meaning.kit import Net, Script, as_it_lies, whole
+from meaning.kit import DIM, Net, Script, as_it_lies, whole
 from meaning.table import Result, row, topic
 
 WEIGHTS = topic("Weights and state that the script changes")
@@ -84,6 +84,41 @@ def decayed_by_hand(es: Any) -> Result:
                 p.mul_(0.99)
 
     return train(s, s.sgd(), after)
+
+
+@row(WEIGHTS, "a table's weight edited before the loop")
+def table_edited_before(es: Any) -> Result:
+    s = Script(es)
+    with torch.no_grad():
+        s.model.emb.weight.mul_(0.5)
+    return train(s, s.sgd())
+
+
+@row(WEIGHTS, "a table's weight edited between two loops")
+def table_edited_between(es: Any) -> Result:
+    s = Script(es)
+    opt = s.sgd()
+    for _ in range(2):
+        for batch in s.batches(epochs=1):
+            opt.zero_grad()
+            s.loss(batch).backward()
+            opt.step()
+        with torch.no_grad():
+            s.model.emb.weight.mul_(0.5)
+    return s.end()
+
+
+@row(WEIGHTS, "a table's weight assigned between two loops: `weight.data = ...`")
+def table_data_between(es: Any) -> Result:
+    s = Script(es)
+    opt = s.sgd()
+    for _ in range(2):
+        for batch in s.batches(epochs=1):
+            opt.zero_grad()
+            s.loss(batch).backward()
+            opt.step()
+        s.model.emb.weight.data = s.model.emb.weight.data * 0.5
+    return s.end()
 
 
 @row(WEIGHTS, "weights edited before the loop")
@@ -224,8 +259,8 @@ def tied(es: Any) -> Result:
             self.again = nn.Linear(8, 8)
             self.again.weight = self.middle.weight
 
-        def hidden(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-            return torch.tanh(self.again(super().hidden(batch)))
+        def _hidden(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            return torch.tanh(self.again(super()._hidden(batch)))
 
     s = Script(es, Tied)
     return train(s, s.sgd())
@@ -367,6 +402,29 @@ def lookahead(es: Any) -> Result:
 @row(WEIGHTS, "a table's rows edited after `step` (clamped)")
 def table_clamped(es: Any) -> Result:
     s = Script(es)
+
+    def after() -> None:
+        with torch.no_grad():
+            s.model.emb.weight.clamp_(-0.5, 0.5)
+
+    return train(s, s.sgd(), after)
+
+
+@row(
+    WEIGHTS,
+    "the same of a table of more than 65,536 numbers",
+    stated={
+        "alone async bounded sync": "Of so large a table `weight` has the rows of the batch: what is done to it is "
+        "done to these rows."
+    },
+)
+def table_clamped_large(es: Any) -> Result:
+    class Large(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.emb = nn.Embedding(20_000, DIM)
+
+    s = Script(es, Large)
 
     def after() -> None:
         with torch.no_grad():

@@ -92,13 +92,13 @@ def float64(es: Any) -> Result:
             for part in (self.first, self.last):
                 part.double()
 
-        def hidden(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        def _hidden(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
             x = torch.cat([self.emb(batch["ids"][:, 0]), self.bag(batch["ids"][:, 1:]), batch["x"]], 1)
             out: torch.Tensor = torch.tanh(self.first(x.double()))
             return out
 
         def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-            out: torch.Tensor = self.last(self.hidden(batch)).float()
+            out: torch.Tensor = self.last(self._hidden(batch)).float()
             return out
 
     s = Script(es, Double)
@@ -113,7 +113,7 @@ def bfloat16(es: Any) -> Result:
             self.last.bfloat16()
 
         def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-            out: torch.Tensor = self.last(self.hidden(batch).bfloat16()).float()
+            out: torch.Tensor = self.last(self._hidden(batch).bfloat16()).float()
             return out
 
     s = Script(es, Half)
@@ -129,7 +129,7 @@ def bfloat16(es: Any) -> Result:
 class Checkpointed(Net):
     reentrant = False
 
-    def hidden(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _hidden(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         x = torch.cat([self.emb(batch["ids"][:, 0]), self.bag(batch["ids"][:, 1:]), batch["x"]], 1)
         out: torch.Tensor = checkpoint(lambda x: torch.tanh(self.first(x)), x, use_reentrant=self.reentrant)
         return out
@@ -140,8 +140,8 @@ class Reentrant(Checkpointed):
 
 
 class WithTables(Net):
-    def hidden(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        out: torch.Tensor = checkpoint(super().hidden, batch, use_reentrant=False)
+    def _hidden(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        out: torch.Tensor = checkpoint(super()._hidden, batch, use_reentrant=False)
         return out
 
 

@@ -37,7 +37,7 @@ class Own(Net):
     def look(self, batch: dict[str, Tensor]) -> Tensor:
         raise NotImplementedError
 
-    def hidden(self, batch: dict[str, Tensor]) -> Tensor:
+    def _hidden(self, batch: dict[str, Tensor]) -> Tensor:
         x = torch.cat([self.look(batch), self.bag(batch["ids"][:, 1:]), batch["x"]], 1)
         out: Tensor = torch.tanh(self.first(x))
         return out
@@ -307,7 +307,7 @@ def all_rows(es: Any) -> Result:
     class Softmax(Net):
         def forward(self, batch: dict[str, Tensor]) -> Tensor:
             scores = batch["x"] @ self.emb.weight.T
-            out: Tensor = self.last(self.hidden(batch)) + torch.logsumexp(scores, 1, keepdim=True)
+            out: Tensor = self.last(self._hidden(batch)) + torch.logsumexp(scores, 1, keepdim=True)
             return out
 
     return train(Script(es, Softmax))
