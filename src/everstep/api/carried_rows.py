@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from everstep.allreduce.step import Collective
+from everstep.api.batch_table import BatchTable
 from everstep.api.row_entries import Entry, pack, unpack
-from everstep.api.rows import BatchTable
 from everstep.api.tables import TableSet
 from everstep.errors import CheckpointError
 from everstep.ids import ShardKey, TableId

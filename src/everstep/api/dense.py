@@ -15,8 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from everstep.api.batch_table import BatchTable
 from everstep.api.optim import TwinGroup
-from everstep.api.rows import BatchTable, TableParameter, asks_for_values, flat_arguments, is_table
+from everstep.api.rows import TableParameter, asks_for_values, flat_arguments, is_table
 from everstep.errors import ScriptError
 from everstep.model.table import InitSpec, OptimizerKind, OptimizerSpec, TableSpec
 from everstep.native import gather_rows, sum_bits

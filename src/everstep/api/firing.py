@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from everstep.api.batch_table import BatchTable
 from everstep.api.optim import TwinGroup
-from everstep.api.rows import STEPPED_WHOLE, BatchTable, TableParameter
+from everstep.api.rows import STEPPED_WHOLE, TableParameter
 from everstep.api.tables import TableSet
 from everstep.errors import ScriptError
 from everstep.model.table import OptimizerSpec, Rate

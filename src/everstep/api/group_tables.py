@@ -15,7 +15,7 @@ waits for a step; ``IterationSteps`` has what the script stepped with and sees b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -45,6 +45,10 @@ from everstep.tables.step_pushes import Owed, table_shard
 from everstep.tables.stepped_rows import Stepped
 
 _MEMBER_BYTES = 1 << 30  # of one member's gradients of rows in one step
+_NO_RENORM = (
+    "changes rows in forward, and in mode allreduce only optimizers change a table on the ps: leave it out, "
+    "keep the embedding in the dense part, job.sparse(model, only=...), or run with --mode ps"
+)
 
 
 class GroupTables:
@@ -68,10 +72,7 @@ class GroupTables:
         self.scale: Callable[[], float] = lambda: 1.0
         self.firing = TableFiring(tables)
         tables.all_since = True
-        tables.renorming.refuses = (
-            "changes rows in forward, and in mode allreduce only optimizers change a table on the ps: leave it out, "
-            "keep the embedding in the dense part, job.sparse(model, only=...), or run with --mode ps"
-        )
+        tables.renorming.refuses = _NO_RENORM
 
     def __repr__(self) -> str:
         return f"<GroupTables {self._driver.pushes}>"
@@ -109,7 +110,7 @@ class GroupTables:
             self.carried.share(collective, [word[2] for word in words])
         lowest, begin = min(word[1] for word in words), self.carried.held_back.begin(shard, cut.lo)
         if lowest < begin:
-            raise self._lacking(cut.epoch, lowest, begin)
+            raise _lacking(cut.epoch, lowest, begin)
         self._stop = min((word[0] for word in words if word[0]), default=0)
         self._surveyed = where
         if any(word[3] for word in words):
@@ -135,8 +136,7 @@ class GroupTables:
         return True
 
     def _consumed(self, shard: ShardKey, position: int) -> tuple[ShardKey, int]:
-        """Return the first place whose gradients no step has consumed: ``position``, or where what is held back
-        begins."""
+        """Return the first place whose gradients no step has consumed: ``position``, or the begin of what is held."""
         shards = self.carried.held_back.shards
         of = shards[0] if shards else shard
         return of, self.carried.held_back.begin(of, position)
@@ -146,18 +146,10 @@ class GroupTables:
         self.tables.since = self._consumed(shard, position)
 
     def _cut_held_back(self, mark: Mark, lr_factor: float) -> None:
-        """Some partitions have samples already whose gradients are carried: a line of states that is over has consumed
-        them with steps of its own. What is carried becomes a step by itself, for the partitions that have not, and
-        tables carry nothing any more."""
+        """Make of what is carried a step by itself, for the partitions that have not consumed its samples. Others have:
+        with steps of a line of states that is over. Tables carry nothing any more."""
         ranges = self.carried.take()
-        scale = np.float32(self.scale())
-        content: list[Stepped] = []
-        for held in self.firing.all_fired():
-            found = held.table.take()
-            if found is not None:
-                table = self.tables.infos[held.table.name].spec.id
-                grads = found.grads / (-scale if held.maximize else scale)
-                content.append(Stepped(table, found.keys.copy(), grads, held.rate(lr_factor)))
+        content = list(_carried_content(self.firing, self.tables, np.float32(self.scale()), lr_factor))
         for batch in self.tables.batches.values():
             batch.zero()
         if not content or not all(isfinite_all(found.grads) for found in content):
@@ -165,12 +157,6 @@ class GroupTables:
         *before, last = ranges
         skipped = not last.learnt
         self._driver.own(Owed(mark.step - 1, last.shard, last.lo, last.hi, skipped, skipped, tuple(before)), content)
-
-    def _lacking(self, epoch: int, lo: int, hi: int) -> EverstepError:
-        return InternalError(
-            f"a ps lacks samples {lo}..{hi} of epoch {epoch}, which are committed, and no worker has their gradients "
-            "any more: more was lost than the parity of this job covers"
-        )
 
     def flush(self, group: Group, collective: Collective) -> None:
         self._driver.flush(group, collective)
@@ -232,8 +218,7 @@ class GroupTables:
             self._driver.push_rest()
 
     def _own_behind(self) -> bool:
-        """Owe the ps what was stepped with behind the loop, as one push of all that was held back. Return whether there
-        was anything."""
+        """Owe the ps what was stepped with behind the loop, in one push of what was held. Return whether any was."""
         content, before, last = self._steps.content, self.carried.consumed, self._steps.last
         if not content or not before or last is None or self._to_hold is not None:
             return False
@@ -366,3 +351,20 @@ class GroupTables:
     def close(self) -> None:
         self.release()
         self._driver.void()
+
+
+def _lacking(epoch: int, lo: int, hi: int) -> EverstepError:
+    return InternalError(
+        f"a ps lacks samples {lo}..{hi} of epoch {epoch}, which are committed, and no worker has their gradients "
+        "any more: more was lost than the parity of this job covers"
+    )
+
+
+def _carried_content(firing: TableFiring, tables: TableSet, scale: np.float32, lr_factor: float) -> Iterator[Stepped]:
+    """Yield what a step would apply of what all tables carry."""
+    for held in firing.all_fired():
+        found = held.table.take()
+        if found is not None:
+            table = tables.infos[held.table.name].spec.id
+            grads = found.grads / (-scale if held.maximize else scale)
+            yield Stepped(table, found.keys.copy(), grads, held.rate(lr_factor))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from everstep.api.batch_table import BatchTable
 from everstep.api.dense import FlatGroup
 from everstep.api.loop_ending import LoopEnding
 from everstep.api.ps_buffers import BufferGroup, ModelBuffers
-from everstep.api.rows import BatchTable
 from everstep.api.tables import TableSet
 from everstep.errors import ScriptError
 from everstep.tables.step_admission import StepAdmission

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from everstep.api.rows import BatchTable
+from everstep.api.batch_table import BatchTable
 from everstep.api.tables import TableSet
 from everstep.errors import ScriptError
 from everstep.ids import ShardKey

@@ -169,12 +169,9 @@ class Job(RenamedJobNames):
     @property
     def step(self) -> int:
         """Return, in mode allreduce, the number of the step in hand, the same on all workers; count with it, not with a
-        counter of your own (a new worker's would begin at 0). Mode ps with consistency sync: the number of the
-        iteration in hand, the same on all workers. Else in mode ps: the number of the batch in hand, from 0, of those
-        that this process has taken; behind the loop, how many these are.
-
-        A worker that was late, or came later, sees no iteration of some numbers: ask ``job.step >= 6``, not ``== 6``.
-        In mode ps a resumed job counts anew, while schedulers that ``job.track`` was given go on."""
+        counter of your own. Mode ps with consistency sync: of the iteration in hand, the same on all workers. Else of
+        the batch in hand, from 0; behind the loop, how many this process has taken. A late worker sees no iteration of
+        some numbers: ask ``job.step >= 6``, not ``== 6``. A resumed job of mode ps counts anew; schedulers go on."""
         return self._engine.step_number
 
     @property
@@ -331,11 +328,8 @@ class Job(RenamedJobNames):
         """Print a line, with the worker's name where there are several."""
         if not self._trainer.speaks:
             return
-        text = " ".join(str(w) for w in words)
-        print(
-            text if self._runtime.embedded or self._runtime.spec.workers == 1 else f"worker:{self.slot} {text}",
-            flush=True,
-        )
+        alone = self._runtime.embedded or self._runtime.spec.workers == 1
+        print(*(() if alone else (f"worker:{self.slot}",)), *words, flush=True)
 
     @contextmanager
     def eval(self, model: nn.Module | None = None) -> Iterator[None]:

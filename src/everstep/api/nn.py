@@ -17,7 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from everstep.api.rows import ALL_ROWS, LOOKUPS, BatchTable, GradientSum, TableParameter, table_of
+from everstep.api.batch_table import BatchTable, GradientSum
+from everstep.api.rows import ALL_ROWS, LOOKUPS, TableParameter, table_of
 from everstep.errors import ScriptError
 from everstep.model.table import InitSpec, OptimizerSpec
 from everstep.native import bag_backward, bag_forward, gather_rows

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from everstep.api.batch_table import BatchTable
 from everstep.api.nn import Lookup
-from everstep.api.rows import BatchTable
 from everstep.api.sparse import TableInfo
 from everstep.api.whole_tables import WholeTables
 from everstep.errors import ScriptError

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from everstep.api.batch_table import BatchTable
 from everstep.api.dense import FlatGroup
-from everstep.api.rows import BatchTable
 from everstep.api.sparse import TableInfo
 from everstep.api.whole_tables import WholeTables
 from everstep.errors import InternalError, ScriptError
