@@ -215,7 +215,7 @@ void Rows::adopt(std::vector<uint8_t*>&& pages, uint32_t bucket, uint32_t n_buck
         ++used[p];
         if (bucket_of(key_hash(keys[i], table_.salt), n_buckets) != bucket)
           throw Malformed(where + "key " + std::to_string(keys[i]) + " belongs to another bucket");
-      } else if (keys[i] || std::memcmp(table_.record(pages[p], i), zeros.data(), zeros.size())) {
+      } else if (keys[i] || std::memcmp(table_.record(pages[p], i), zeros.data(), zeros.size()) != 0) {
         throw Malformed(where + "a slot that is not used is not zero");
       }
     }

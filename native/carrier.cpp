@@ -266,6 +266,7 @@ void Carrier::advance() {
 std::vector<PeerKey> Carrier::peers() {
   std::lock_guard<std::mutex> hold(mutex_);
   std::vector<PeerKey> out;
+  out.reserve(streams_.size());
   for (auto& [key, stream] : streams_) out.push_back(key);
   return out;
 }

@@ -79,7 +79,7 @@ void load_pages(Store& s, int64_t bucket, int64_t table, const std::vector<int64
   s.load_pages(bucket, id, page_nos.data(), page_nos.size(), at);
 }
 
-void load_end(Store& s, int64_t bucket, nb::bytes blob) {
+void load_end(Store& s, int64_t bucket, const nb::bytes& blob) {
   const std::string held = bytes_of(blob);
   nb::gil_scoped_release free;
   s.load_end(bucket, reinterpret_cast<const uint8_t*>(held.data()), held.size());

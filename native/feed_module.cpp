@@ -88,7 +88,8 @@ std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t> counts(Carrier&
 // One connection of a ps: its frames, but for the feeds that go without saying, which are applied and answered.
 class Follower {
  public:
-  Follower(Inbox& inbox, int fd, nb::bytes ahead) : inbox_(inbox), socket_(fd), reader_(socket_, bytes_of(ahead)) {}
+  Follower(Inbox& inbox, int fd, const nb::bytes& ahead)
+      : inbox_(inbox), socket_(fd), reader_(socket_, bytes_of(ahead)) {}
 
   // (kind, flags, header, body); None: the peer closed the connection. Broken.
   nb::object next() {
@@ -130,6 +131,7 @@ void enter(Inbox& i) {
 }  // namespace
 
 void bind_feed(nb::module_& m) {
+  // NOLINTNEXTLINE(bugprone-unused-raii,bugprone-throw-keyword-missing): its constructor adds it to the module
   nb::exception<Broken>(m, "Broken");
   nb::class_<Inbox>(m, "Inbox")
       .def(nb::init<Store&>(), nb::arg("store"), nb::keep_alive<1, 2>())
@@ -188,6 +190,7 @@ void bind_feed(nb::module_& m) {
           "sweep",
           [](Carrier& c, uint32_t bucket, int64_t from_ticket, const std::vector<Target>& targets) {
             std::vector<SweepTarget> all;
+            all.reserve(targets.size());
             for (const Target& t : targets) all.push_back(target_of(t));
             c.sweep(bucket, from_ticket, all);
           },
@@ -204,7 +207,7 @@ void bind_feed(nb::module_& m) {
           nb::arg("target"))
       .def(
           "append",
-          [](Carrier& c, int64_t first, nb::list entries) {
+          [](Carrier& c, int64_t first, const nb::list& entries) {
             std::vector<OutItem> items;
             for (nb::handle e : entries)
               items.push_back(
@@ -222,7 +225,7 @@ void bind_feed(nb::module_& m) {
       .def("waits", &Carrier::waits, nb::arg("peer"))
       .def(
           "answered",
-          [](Carrier& c, PeerKey peer, int64_t first, nb::bytes codes) {
+          [](Carrier& c, PeerKey peer, int64_t first, const nb::bytes& codes) {
             std::vector<std::pair<int64_t, int64_t>> out;
             for (auto& pair : c.answered(peer, first, bytes_of(codes))) out.emplace_back(pair);
             return out;

@@ -161,6 +161,7 @@ void hear(std::vector<Peer>& peers, char* heard, size_t size, int64_t spin_us, i
 
 std::vector<Peer> peers_at(const std::vector<int>& fds) {
   std::vector<Peer> peers;
+  peers.reserve(fds.size());
   for (const int fd : fds) peers.push_back({fd});
   return peers;
 }
@@ -179,7 +180,7 @@ nb::list came_from(const std::vector<Peer>& peers, const char* heard, size_t siz
 
 // Sends `mine` to every socket and reads as many bytes of each: for each how many went and what came. Less than all
 // where one would block, is closed, fails, or nothing more came within wait_ms; what then is the caller's to find out.
-nb::tuple talk(const std::vector<int>& fds, nb::bytes mine, int64_t spin_us, int64_t wait_ms) {
+nb::tuple talk(const std::vector<int>& fds, const nb::bytes& mine, int64_t spin_us, int64_t wait_ms) {
   const size_t size = mine.size();
   std::vector<Peer> peers = peers_at(fds);
   std::vector<char> heard(size * fds.size());
@@ -193,7 +194,7 @@ nb::tuple talk(const std::vector<int>& fds, nb::bytes mine, int64_t spin_us, int
 }
 
 // The first half of it: for each socket how many bytes went.
-nb::list tell(const std::vector<int>& fds, nb::bytes mine) {
+nb::list tell(const std::vector<int>& fds, const nb::bytes& mine) {
   std::vector<Peer> peers = peers_at(fds);
   {
     const char* said = mine.c_str();

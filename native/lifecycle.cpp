@@ -93,6 +93,7 @@ void Store::make_room(uint32_t b, Bucket& bucket, Rows& rows, size_t n, std::vec
   const size_t count = std::min<size_t>(std::max<size_t>(n - have, rows.count() / 16), by_age.size());
   std::nth_element(by_age.begin(), by_age.begin() + std::ptrdiff_t(count), by_age.end());
   std::vector<uint32_t> slots;
+  slots.reserve(count);
   for (size_t i = 0; i < count; ++i) slots.push_back(by_age[i].second);
   std::sort(slots.begin(), slots.end());
   free_rows(b, bucket, rows, slots);

@@ -295,6 +295,7 @@ ApplyResult Mirror::apply_marks(Member& m, const Blob& b) {
 std::vector<MemberState> Mirror::state() {
   std::lock_guard<std::mutex> hold(mutex_);
   std::vector<MemberState> out;
+  out.reserve(members_.size());
   for (const Member& m : members_) out.push_back(MemberState{m.bucket, m.seq, m.stage == kComplete});
   return out;
 }
@@ -341,6 +342,7 @@ void Mirror::promote(uint32_t bucket) {
   if (m.stage != kComplete) throw Malformed("the mirror of bucket " + std::to_string(bucket) + " is not complete");
   if (store_.bucket(bucket).owned) throw Malformed("bucket " + std::to_string(bucket) + " is owned here already");
   std::vector<Store::TablePages> pages;
+  pages.reserve(pages_.size());
   for (auto& [id, set] : pages_) pages.emplace_back(&set->table(), set->give_up());
   pages_.clear();
   const blob::Marks marks = m.marks.block();
@@ -379,6 +381,7 @@ bool Mirrors::drop(uint64_t id) {
 std::vector<uint64_t> Mirrors::ids() {
   std::lock_guard<std::mutex> hold(mutex_);
   std::vector<uint64_t> out;
+  out.reserve(mirrors_.size());
   for (auto& [id, mirror] : mirrors_) out.push_back(id);
   return out;
 }

@@ -155,7 +155,8 @@ void options_of(nb::handle given, PushPart& part) {
   part.has_options = true;
 }
 
-nb::tuple store_push(Store& s, nb::handle spans, nb::bytes buckets, nb::list parts, uint32_t now_s, int64_t step) {
+nb::tuple store_push(Store& s, nb::handle spans, const nb::bytes& buckets, const nb::list& parts, uint32_t now_s,
+                     int64_t step) {
   const std::vector<Span> consumed = spans_of(spans);
   std::vector<PushPart> work;
   std::vector<Input> alive;  // arrays stay alive although the GIL is not held
@@ -365,8 +366,8 @@ void gather_rows(const Input& rows, const Input& inverse, const Output& out) {
   row_kernels().gather(r, inv, n, dim, o, stride);
 }
 
-void bag_forward(const Input& rows, const Input& inverse, std::optional<Input> offsets, const std::string& mode,
-                 std::optional<Input> weights, const Output& out) {
+void bag_forward(const Input& rows, const Input& inverse, const std::optional<Input>& offsets, const std::string& mode,
+                 const std::optional<Input>& weights, const Output& out) {
   const float* r = mat<float>(rows, "rows");
   const int32_t* inv = vec<int32_t>(inverse, "inverse");
   const size_t stride = row_stride(out, "out"), n = inverse.shape(0), bags = out.shape(0), dim = rows.shape(1);
@@ -381,8 +382,8 @@ void bag_forward(const Input& rows, const Input& inverse, std::optional<Input> o
   row_kernels().bag_forward(r, inv, offs, bags, dim, mean, w, o, stride);
 }
 
-void bag_backward(const Input& grad, const Input& inverse, std::optional<Input> offsets, const std::string& mode,
-                  std::optional<Input> weights, int64_t u, const Output& out, bool add) {
+void bag_backward(const Input& grad, const Input& inverse, const std::optional<Input>& offsets, const std::string& mode,
+                  const std::optional<Input>& weights, int64_t u, const Output& out, bool add) {
   const size_t stride = row_stride(grad, "grad_out"), bags = grad.shape(0), dim = grad.shape(1);
   const int32_t* inv = vec<int32_t>(inverse, "inverse");
   const size_t n = inverse.shape(0);
@@ -417,7 +418,9 @@ NB_MODULE(_native, m) {
       PyErr_SetString(PyExc_KeyError, e.what());
     }
   });
+  // NOLINTNEXTLINE(bugprone-unused-raii,bugprone-throw-keyword-missing): its constructor adds it to the module
   nb::exception<Recovering>(m, "Recovering");
+  // NOLINTNEXTLINE(bugprone-unused-raii,bugprone-throw-keyword-missing): its constructor adds it to the module
   nb::exception<Full>(m, "Full", PyExc_ValueError);
 
   nb::class_<Store> store(m, "Store");

@@ -452,6 +452,7 @@ void Mirror::heads_if_ready() {
     }
     if (at == rec.here.end()) continue;
     std::vector<Store::TablePages> pages;
+    pages.reserve(made.size());
     for (auto& [id, set] : made) pages.emplace_back(&set.table(), set.give_up());
     // Dense tables are here as they are; the mirror stays, so its copy does.
     for (auto& [id, set] : pages_) {

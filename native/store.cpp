@@ -497,6 +497,7 @@ std::vector<std::pair<uint32_t, uint64_t>> Store::rows_by_table() {
     for (auto& [id, table] : tables_) tables.emplace_back(id, table->index);
   }
   std::vector<std::pair<uint32_t, uint64_t>> out;
+  out.reserve(tables.size());
   for (auto& [id, index] : tables) out.emplace_back(id, 0);
   each_owned([&](uint32_t, Bucket& bucket) {
     for (size_t i = 0; i < tables.size(); ++i) out[i].second += bucket.rows[tables[i].second]->count();
