@@ -254,8 +254,9 @@ process: same seed, same first weights, and in mode allreduce the same samples i
   it to 0.1 % or better, if all losses were noted: a process that is killed before it notes its loss leaves a gap in the
   curve. Dropout has other masks here, and mode ps is asynchronous: there the figure is noise, and the error says so.
 
-Two workers; mode ps: two ps, asynchronous. Mode allreduce: `--strategy fixed`. In jobs of odd seeds training waits for
-the killed worker's successor (`--min-workers 2`); in the others the worker that is left does all.
+Two workers; mode ps: two ps, asynchronous: a gradient is of weights that are up to a few steps old. Mode allreduce:
+`--strategy fixed`. There, in jobs of odd seeds, training waits for the killed worker's successor (`--min-workers 2`);
+in the others the worker that is left does all.
 """
 
 
