@@ -14,18 +14,18 @@ unit._STOPPED_S = 0.2
 unit.become_unit(3)
 place = os.environ[unit.VARIABLE].partition(":")[0]
 if place == "1/3":
-    {mate}
+    {follower}
     os._exit(0)
 if place == "2/3":
     {other}
     os._exit(0)
-unit.await_mates()
+unit.await_followers()
 print("leader ends", flush=True)
 """
 
 
 @pytest.mark.parametrize(
-    "mate, other, status, words",
+    "follower, other, status, words",
     [
         ("pass", "os._exit(143)", 0, "leader ends"),
         ("os.kill(os.getpid(), signal.SIGKILL)", "time.sleep(60)", -9, "process 1 of this worker ended with status -9"),

@@ -131,6 +131,26 @@ def test_read_outside_of_a_batch(join: Join, options: dict[str, Any]) -> None:
             edit()
 
 
+def test_assigned_in_a_batch(join: Join) -> None:
+    """Its forward computes with what was assigned; what does not fit is refused."""
+    plain = nn.Embedding(15, 3)
+    job = join(prefetch=0)
+    ours: Any = job.replicate(job.sparse(copy.deepcopy(plain)))
+    opts = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (ours, plain)]
+    opts[0] = job.optimizer(opts[0])
+    for i, batch in enumerate(job.steps(job.loader({"id": IDS}, batch_size=4, epochs=1))):
+        for net, opt in zip((ours, plain), opts, strict=True):
+            if i % 3 == 1:
+                net.weight.data = net.weight.data * 0.5
+            opt.zero_grad()
+            net(batch["id"]).square().sum().backward()
+            opt.step()
+        if i == 2:
+            with pytest.raises(ScriptError, match=r"is assigned torch.float32 \(14, 3\), and its rows here"):
+                ours.weight.data = torch.zeros(14, 3)
+    torch.testing.assert_close(ours.state_dict()["weight"], plain.weight.detach(), atol=1e-5, rtol=1e-4)
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -143,7 +143,8 @@ def test_a_checkpoint_when_it_is_due(tmp_path: Path) -> None:
         manifest = latest_intact(open_place(shell.place), deep=False)
         assert manifest.checkpoint == 1 and manifest.values == {"loss": 0.25} and manifest.everstep
         assert manifest.spec == spec and [snapshot.partition for snapshot in manifest.snapshots] == [0, 1, 2, 3]
-        assert SnapshotSources(spec, tmp_path, KEY).snapshot(PartitionId(2), 1) == (shell.place, manifest.snapshots[2])
+        place, found = SnapshotSources(spec, tmp_path, KEY).snapshot(PartitionId(2), 1)
+        assert (place.url, found) == (shell.place, manifest.snapshots[2])
 
         # The next one replaces it: retention deletes what nobody needs.
         shell.at += 31.0
@@ -225,8 +226,8 @@ def test_a_resumed_job_begins_with_its_origin(tmp_path: Path) -> None:
         assert any(isinstance(event, JobResumed) for event in resumed.told)
         placement = resumed.brain.placement
         assert placement is not None and placement.snapshots == ((0, 1), (1, 1)) and placement.owner == (0, 1)
-        found = SnapshotSources(new, run_dir, KEY).snapshot(PartitionId(1), 1)
-        assert found == (shell.place, manifest.snapshots[1])
+        place, found = SnapshotSources(new, run_dir, KEY).snapshot(PartitionId(1), 1)
+        assert (place.url, found) == (shell.place, manifest.snapshots[1])
         resumed.tell(Event(resumed.at, CheckpointAsked(CheckpointReason.ASKED)))
         assert resumed.sent[-1] == (1, TakeSnapshots(8, 0, resumed.place))
 

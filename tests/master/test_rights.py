@@ -48,6 +48,7 @@ from everstep.brain.events import (
     StepsCommitted,
     StopAsked,
     StopProcess,
+    SuspendAsked,
 )
 from everstep.cli.explain import explain
 from everstep.cli.replay import replay
@@ -262,6 +263,7 @@ MAY: dict[type, str] = {  # who may send what, said a second time
     CheckpointAsked: "command worker",
     ScaleAsked: "command",
     StopAsked: "command agent",
+    SuspendAsked: "command agent",
     RemarkMade: "command",
     CapacityChanged: "command",
     wire.Drill: "command",

@@ -149,6 +149,8 @@ class TableParameter(nn.Parameter):
                 shown = func(*args).as_subclass(_Detached)
             shown.everstep_table = args[0]._table
             return shown
+        if name == "data.__set__" and isinstance(args[0], TableParameter):
+            return args[0]._table.assign(args[1])
         _refuse_whole(name, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from everstep.api.rows import DATA, GRAD, TableParameter
+from everstep.errors import ScriptError
 from everstep.native import sum_bits
 from everstep.tables.routing import TableRows
 
@@ -107,6 +108,17 @@ class ShownRows:
     def _put_grad(self, value: Tensor | None) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             GRAD.__set__(self.param, value)
+
+    def assign(self, values: Tensor) -> None:
+        """Take in what the script assigns to ``weight.data``, float32 [rows, dim]: lookups see it at once. Raises
+        ScriptError where it is of another shape or type."""
+        if tuple(values.shape) != self.values.shape or values.dtype != torch.float32:
+            raise ScriptError(
+                f"weight.data of table {self.name!r} is assigned {values.dtype} {tuple(values.shape)}, and its rows "
+                f"here are torch.float32 {self.values.shape}: assign as many, or change them in place"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            np.copyto(self.values, values.detach().cpu().numpy())
 
     def seen(self) -> None:
         """The values are those of the ps now."""

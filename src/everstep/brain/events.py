@@ -302,8 +302,8 @@ class GroupLeft(Fact, frozen=True, tag="group_left"):
     line has ended: begin anew) | Fenced."""
 
     reason: LeaveReason
-    origin: int = 0
-    copied: int = 0
+    origin: Whole = 0
+    copied: Whole = 0
 
 
 class StepsCommitted(Fact, frozen=True, tag="steps_committed"):
@@ -328,7 +328,7 @@ class ChiefAsked(Fact, frozen=True, tag="chief_asked"):
     """A worker wants to know whether it is the chief: the one to evaluate and save. ``ask`` counts its questions, from
     1; 0: not said. One that comes late, or again, changes nothing. Answer: Yes | Fenced."""
 
-    ask: int = 0
+    ask: Whole = 0
 
 
 class OnceAsked(Fact, frozen=True, tag="once_asked"):

@@ -121,6 +121,19 @@ def table_data_between(es: Any) -> Result:
     return s.end()
 
 
+@row(WEIGHTS, "a table's weight assigned in an iteration, before its forward: `weight.data = ...`")
+def table_data_in_loop(es: Any) -> Result:
+    s = Script(es)
+    opt = s.sgd()
+    for i, batch in enumerate(s.batches()):
+        if i == 3:
+            s.model.emb.weight.data = s.model.emb.weight.data * 0.5
+        opt.zero_grad()
+        s.loss(batch).backward()
+        opt.step()
+    return s.end()
+
+
 @row(WEIGHTS, "weights edited before the loop")
 def edited_before(es: Any) -> Result:
     s = Script(es)

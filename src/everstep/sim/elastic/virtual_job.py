@@ -196,7 +196,7 @@ class VirtualJob:
         self.events: list[Event] | None = [] if keep_events else None
         self.told = 0
         self.reclaims = self.losses = 0
-        self.notes: list[tuple[float, str]] = []
+        self.notes: dict[str, float] = {}  # what was decided about the job, and when it was for the first time
         self.error = ""
         self._fleet = Fleet()
         self._every = parse_every(spec.checkpoint_every)
@@ -256,7 +256,7 @@ class VirtualJob:
             losses=self.losses,
             machines=tuple(self.machines),
             bins=self.meter.bins(),
-            notes=tuple(self.notes),
+            notes=tuple((at, words) for words, at in self.notes.items()),
             events=self.told,
             cpu_s=self._cpu_s,
         )
@@ -344,9 +344,9 @@ class VirtualJob:
                 )
                 self.error = error or suspended or (f"it ended with {exit_code}" if exit_code else "")
                 self.kernel.stopped = True
-            case Note(member, decision):
-                if decision.action in _SHOWN and len(self.notes) < NOTES_MAX:
-                    self.notes.append((self.kernel.now, f"{member or 'job'}: {decision.action}"))
+            case Note("", decision):
+                if len(self.notes) < NOTES_MAX:
+                    self.notes.setdefault(f"job: {decision.action}", self.kernel.now)
             case _:
                 pass
 
@@ -510,7 +510,5 @@ class VirtualJob:
 def _agent(node: VirtualNode) -> Sender:
     return Sender("agent", Slot(0), Incarnation(0), node.name)
 
-
-_SHOWN = frozenset({"steps void", "fall back to images", "begin buckets again", "fail the job", "checkpoint given up"})
 
 __all__ = ["STARTED_AT", "VirtualJob", "VirtualNode", "VirtualProcess", "Warned", "Work"]
