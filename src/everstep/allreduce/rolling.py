@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 WITHIN_STEPS: Final = 50
 _SLICES: Final = 40
 _SLICES_MAX: Final = 48
-_EVERY_MAX: Final = 4
+_EVERY_MAX: Final = 6
+_SLICE_BYTES: Final = 256 << 10  # of a small state: fewer slices, and not in every step, since a call takes its time
 _OVERHEAD_BYTES: Final = 32 << 10  # as many are digested in the time that a call takes
 _ALIGN: Final = 64  # elements
 
@@ -77,7 +78,8 @@ class RollingDigest:
         if cut_of == self._cut_of:
             return
         self._cut_of = cut_of
-        room = max(1, sum(_cost(t) for t in tensors) // _SLICES)
+        whole = sum(_cost(t) for t in tensors)
+        room = max(1, whole // min(_SLICES, max(1, whole // _SLICE_BYTES)))
         self._slices = _cut(tensors, room)
         while len(self._slices) > _SLICES_MAX:
             room += 1 + room // 4
