@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from everstep.agent.rundir import in_use
+from everstep.agent.rundir import RunDirLock, in_use, remove_sockets
 from everstep.brain.events import SuspendAsked
 from everstep.cli.display import read_summary
 from everstep.cli.link import ask_master, ask_view
@@ -63,7 +63,6 @@ def _gave_up(now: SupervisionView | None, before: SupervisionView | None) -> boo
 def unsuspend(run_dir: Path, live: bool) -> int:
     """Have a suspended job go on, here; the exit code of ``everstep``. If an ``everstep run`` waits for capacity, it
     goes on there. Raises ConfigError: the job is not suspended."""
-    from everstep.agent.rundir import RunDirLock, remove_sockets
     from everstep.cli.run import home_files, run_terms
     from everstep.config.load import check_script, read_spec
 
