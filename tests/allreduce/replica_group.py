@@ -1,4 +1,5 @@
-"""Members of a group in threads of one process: real states, keepers and data servers, a barrier for the collective."""
+"""Members of a group in threads of one process: real states, replicas and data servers, a barrier for the
+collective."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any
 
 from replica_runs import Run
 
-from everstep.allreduce.replica_sync import ReplicaKeeper
+from everstep.allreduce.replica_sync import ReplicaSync
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.group import Group, GroupMember, Mark
@@ -48,7 +49,7 @@ class Exchange:
 
 
 class Place:
-    """A runtime as the keeper needs it."""
+    """A runtime as the replica needs it."""
 
     def __init__(self, run_dir: Path, slot: int, incarnation: int, spec: JobSpec) -> None:
         self.run_dir, self.spec = run_dir, spec
@@ -62,15 +63,15 @@ class Worker:
     def __init__(self, run_dir: Path, slot: int, incarnation: int = 1, seed: int = 0, **how: Any) -> None:
         self.run = Run(seed, **how)
         self.runtime = Place(run_dir, slot, incarnation, JobSpec(mode="allreduce"))
-        self.keeper = ReplicaKeeper(self.run.state, self.runtime)
+        self.replica = ReplicaSync(self.run.state, self.runtime)
         self.synced = threading.Event()
         self.errors: list[Exception] = []
-        self.keeper.on_synced = self.synced.set
-        self.keeper.on_error = self.errors.append
+        self.replica.on_synced = self.synced.set
+        self.replica.on_error = self.errors.append
 
     @property
     def member(self) -> GroupMember:
-        return GroupMember(self.runtime.slot, self.runtime.incarnation, self.runtime.node, self.keeper.address)
+        return GroupMember(self.runtime.slot, self.runtime.incarnation, self.runtime.node, self.replica.address)
 
     @property
     def step(self) -> int:
@@ -79,7 +80,7 @@ class Worker:
     def train(self, steps: int = 1, **how: bool) -> None:
         for _ in range(steps):
             self.run.step(**how)
-            self.keeper.boundary()
+            self.replica.boundary()
 
 
 def group_of(generation: int, workers: Sequence[Worker], **more: Any) -> Group:
@@ -93,7 +94,7 @@ def agree(generation: int, workers: Sequence[Worker], **more: Any) -> list[Mark]
 
     def one(rank: int) -> Mark:
         try:
-            return workers[rank].keeper.agree(group, rank, exchange.gather(rank))
+            return workers[rank].replica.agree(group, rank, exchange.gather(rank))
         except BaseException:
             exchange.abort()
             raise

@@ -13,7 +13,7 @@ import torch
 from replica_group import Worker, agree, digests, group_of
 
 from everstep.allreduce import handover, state_source
-from everstep.allreduce.replica_sync import ReplicaKeeper
+from everstep.allreduce.replica_sync import ReplicaSync
 from everstep.allreduce.state import ReplicaState
 from everstep.errors import EverstepError, ScriptError
 from everstep.model.group import Mark
@@ -32,7 +32,7 @@ def hire(tmp_path: Path) -> Iterator[object]:
 
     yield one
     for worker in made:
-        worker.keeper.close()
+        worker.replica.close()
 
 
 def train_until(workers: list[Worker], done: threading.Event, most: int = 400) -> None:
@@ -49,7 +49,7 @@ def train_until(workers: list[Worker], done: threading.Event, most: int = 400) -
 def test_a_first_group_begins_where_the_script_began(hire) -> None:
     workers = [hire(0), hire(1), hire(2)]
     assert agree(1, workers) == [Mark()] * 3
-    assert len(digests(workers)) == 1 and all(w.keeper.has_state for w in workers)
+    assert len(digests(workers)) == 1 and all(w.replica.has_state for w in workers)
 
 
 def test_models_that_differ_are_named_with_the_slots(hire) -> None:
@@ -70,7 +70,7 @@ def test_a_joiner_follows_and_enters_with_nothing_left_to_copy(hire) -> None:
     for w in old:
         w.train(5)
     new = hire(2, seed=9)  # (its model is not the others': it copies theirs)
-    new.keeper.follow(group_of(1, old))
+    new.replica.follow(group_of(1, old))
     train_until(old, new.synced)
     for w in old:
         w.train(50)
@@ -92,19 +92,19 @@ def test_a_state_that_cannot_be_followed_is_copied_where_the_scripts_of_all_othe
     agree(1, old)
     for w in old:
         w.train(3)
-    new.keeper.follow(group_of(1, old))
-    assert new.synced.wait(60) and not new.keeper.has_state and new.step == 0
+    new.replica.follow(group_of(1, old))
+    assert new.synced.wait(60) and not new.replica.has_state and new.step == 0
     new.synced.clear()
-    new.keeper.follow(group_of(1, old, over=True))
+    new.replica.follow(group_of(1, old, over=True))
 
     end = time.monotonic() + 60
     while not new.synced.wait(0.01):
         assert time.monotonic() < end
         for w in old:
-            w.keeper.idle()  # (as a worker does behind its script)
-    assert new.keeper.has_state and new.keeper.line == 1 and new.step == old[0].step == 3
+            w.replica.idle()  # (as a worker does behind its script)
+    assert new.replica.has_state and new.replica.line == 1 and new.step == old[0].step == 3
     assert len(digests([*old, new])) == 1
-    new.keeper.follow(group_of(1, old, over=True))  # (as often as it is told)
+    new.replica.follow(group_of(1, old, over=True))  # (as often as it is told)
     agree(2, [new], origin=2)
     assert new.run.state.digest() == hire(3, seed=9).run.state.digest(), "the state that the script made was not kept"
 
@@ -112,7 +112,7 @@ def test_a_state_that_cannot_be_followed_is_copied_where_the_scripts_of_all_othe
 def test_a_joiner_that_followed_is_not_sent_the_state_again(hire, monkeypatch: pytest.MonkeyPatch) -> None:
     old, new = [hire(0), hire(1)], hire(2)
     agree(1, old)
-    new.keeper.follow(group_of(1, old))
+    new.replica.follow(group_of(1, old))
     train_until(old, new.synced)
     for w in old:
         w.train(20)
@@ -129,9 +129,9 @@ def test_a_joiner_in_the_middle_of_a_step_when_the_group_changes_over_is_not_sen
     """That is where it mostly is: the last step was committed a moment ago."""
     old, new = [hire(0), hire(1)], hire(2)
     agree(1, old)
-    new.keeper.follow(group_of(1, old))
+    new.replica.follow(group_of(1, old))
     train_until(old, new.synced)
-    replay, level = handover.replay, ReplicaKeeper._level
+    replay, level = handover.replay, ReplicaSync._level
     inside, go_on = threading.Event(), threading.Event()
 
     def slowly(*args):
@@ -144,7 +144,7 @@ def test_a_joiner_in_the_middle_of_a_step_when_the_group_changes_over_is_not_sen
         level(self, *args)
 
     monkeypatch.setattr(handover, "replay", slowly)
-    monkeypatch.setattr(ReplicaKeeper, "_level", levels)
+    monkeypatch.setattr(ReplicaSync, "_level", levels)
     monkeypatch.setattr(
         state_source.StateSource, "provide", lambda self: pytest.fail("the whole state was copied again")
     )
@@ -158,7 +158,7 @@ def test_a_joiner_in_the_middle_of_a_step_when_the_group_changes_over_is_not_sen
 def test_a_script_that_changes_parameters_beside_the_optimizer_is_found_out_and_copied(hire) -> None:
     old, new = [hire(0), hire(1)], hire(2)
     agree(1, old)
-    new.keeper.follow(group_of(1, old))
+    new.replica.follow(group_of(1, old))
     train_until(old, new.synced)
     for w in old:
         w.train(3)
@@ -179,17 +179,17 @@ def test_the_source_is_lost_in_mid_transfer(hire, monkeypatch: pytest.MonkeyPatc
     read = state_source.StateSource._read
 
     def dies(self, request):
-        if request.at > 500 and self is old[0].keeper.source:
+        if request.at > 500 and self is old[0].replica.source:
             reading.set()
             return handover.SnapshotGone("this worker dies"), ()
         return read(self, request)
 
     monkeypatch.setattr(state_source.StateSource, "_read", dies)
-    new.keeper.follow(group_of(1, old))
+    new.replica.follow(group_of(1, old))
     train_until(old, reading)
-    old[0].keeper.close()
+    old[0].replica.close()
     survivors = [old[1]]
-    new.keeper.follow(group_of(2, survivors))
+    new.replica.follow(group_of(2, survivors))
     train_until(survivors, new.synced)
     agree(3, [old[1], new])
     assert len(digests([old[1], new])) == 1
@@ -198,10 +198,10 @@ def test_the_source_is_lost_in_mid_transfer(hire, monkeypatch: pytest.MonkeyPatc
 def test_a_joiner_that_is_lost_costs_the_source_nothing(hire, monkeypatch: pytest.MonkeyPatch) -> None:
     old, new = [hire(0)], hire(1)
     agree(1, old)
-    new.keeper.follow(group_of(1, old))
+    new.replica.follow(group_of(1, old))
     train_until(old, new.synced)
-    new.keeper.close()
-    found = old[0].keeper.source
+    new.replica.close()
+    found = old[0].replica.source
     looks = itertools.count(1)  # (its last question may still be waited with, and was heard then)
     monkeypatch.setattr(found, "_now", lambda: time.monotonic() + 2 * state_source.SILENT_S * next(looks))
     for _ in range(400):
@@ -216,10 +216,10 @@ def test_a_joiner_that_is_lost_costs_the_source_nothing(hire, monkeypatch: pytes
 def test_a_joiner_that_is_too_slow_enters_all_the_same(hire, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is kept for it is bounded; what it lacks is copied at the change-over."""
     old, new = [hire(0)], hire(1)
-    old[0].keeper.source._keep_bytes = 1
+    old[0].replica.source._keep_bytes = 1
     agree(1, old)
     monkeypatch.setattr(handover.StateFollower, "_apply", lambda *a: time.sleep(0.05))
-    new.keeper.follow(group_of(1, old))
+    new.replica.follow(group_of(1, old))
     train_until(old, new.synced)
     agree(2, [*old, new])
     assert len(digests([*old, new])) == 1
@@ -231,12 +231,12 @@ def test_a_joiner_that_gave_up_following_hears_of_the_next_group(hire, monkeypat
     old, new = [hire(0)], hire(1)
     agree(1, old)
     monkeypatch.setattr(handover.StateFollower, "_step_by_step", _too_late)
-    new.keeper.follow(group_of(1, old))
+    new.replica.follow(group_of(1, old))
     train_until(old, new.synced)
-    assert new.keeper._follower is not None
-    new.keeper._follower._thread.join(60)
+    assert new.replica._follower is not None
+    new.replica._follower._thread.join(60)
     new.synced.clear()
-    new.keeper.follow(group_of(2, old))
+    new.replica.follow(group_of(2, old))
     assert new.synced.is_set(), "of this one it can say so at once"
     agree(3, [*old, new])
     assert len(digests([*old, new])) == 1
@@ -261,9 +261,9 @@ def test_a_state_of_a_void_origin_counts_as_none(hire) -> None:
     old, new = [hire(0)], hire(1)
     agree(1, old)
     old[0].train(5)
-    new.keeper.follow(group_of(1, old))
+    new.replica.follow(group_of(1, old))
     train_until(old, new.synced)
-    old[0].keeper.close()
+    old[0].replica.close()
     fresh = hire(0, incarnation=2)
     assert agree(7, [new, fresh], origin=7) == [Mark()] * 2
     assert len(digests([new, fresh])) == 1
@@ -273,7 +273,7 @@ def test_a_state_of_a_void_origin_counts_as_none(hire) -> None:
 def test_a_group_that_breaks_in_mid_agreement_agrees_in_the_next(hire) -> None:
     old, new = [hire(0), hire(1)], hire(2)
     agree(1, old)
-    new.keeper.follow(group_of(1, old))
+    new.replica.follow(group_of(1, old))
     train_until(old, new.synced)
     for w in old:
         w.train(3)
@@ -292,7 +292,7 @@ def test_a_group_that_breaks_in_mid_agreement_agrees_in_the_next(hire) -> None:
         return [there, there, values]
 
     with pytest.raises(LostError):
-        new.keeper.agree(group_of(2, [*old, new]), 2, gather)
+        new.replica.agree(group_of(2, [*old, new]), 2, gather)
     agree(3, [old[0], new])
     assert len(digests([old[0], new])) == 1
 
@@ -302,8 +302,8 @@ def test_a_joiner_of_another_script_gets_one_line(hire) -> None:
     agree(1, old)
     new.run.model.add_module("more", torch.nn.Linear(1, 1))
     failed = threading.Event()
-    new.keeper.on_error = lambda error: (new.errors.append(error), failed.set())
-    new.keeper.follow(group_of(1, old))
+    new.replica.on_error = lambda error: (new.errors.append(error), failed.set())
+    new.replica.follow(group_of(1, old))
     train_until(old, failed)
     assert isinstance(new.errors[0], EverstepError)
     assert "no parameter 'more.weight' of this model" in str(new.errors[0])

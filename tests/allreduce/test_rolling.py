@@ -69,7 +69,7 @@ def hire(tmp_path: Path) -> Iterator[Callable[[int], Worker]]:
 
     yield one
     for worker in made:
-        worker.keeper.close()
+        worker.replica.close()
 
 
 def compare(workers: list[Worker]) -> None:
@@ -77,7 +77,7 @@ def compare(workers: list[Worker]) -> None:
 
     def one(rank: int) -> None:
         try:
-            workers[rank].keeper.compare(group, rank, exchange.gather(rank))
+            workers[rank].replica.compare(group, rank, exchange.gather(rank))
         except BaseException:
             exchange.abort()
             raise
@@ -103,10 +103,10 @@ def test_the_majority_heals_the_one_that_drifted(hire: Any, caplog: pytest.LogCa
     drift(workers[0])
     compare(workers)
     assert digests(workers) == {right}
-    assert [w.keeper.healed for w in workers] == [1, 0, 0]
+    assert [w.replica.healed for w in workers] == [1, 0, 0]
     assert "the digest of '3.bias' is" in caplog.text and "worker:0 #1 take the state of worker:1" in caplog.text
     compare(workers)  # (nothing differs: a false alarm)
-    assert [w.keeper.healed for w in workers] == [1, 0, 0]
+    assert [w.replica.healed for w in workers] == [1, 0, 0]
 
 
 def test_of_two_nobody_is_right_unless_a_setting_says_who(hire: Any) -> None:

@@ -446,7 +446,7 @@ def test_who_copied_a_state_of_the_end_waits_until_the_journal_has_it(world: Wor
     (newcomer,) = world.start(1)
     world.wait(lambda: bool(newcomer.runtime.said(GroupAsked)))
     newcomer.state.loop, newcomer.state.mark = 2, Mark(5, 0, 1, 0)
-    newcomer.session.keeper.line, newcomer.session.keeper.has_state = 1, True
+    newcomer.session.replica.line, newcomer.session.replica.has_state = 1, True
     newcomer.session._on_synced()
     asked = len(newcomer.runtime.said(GroupAsked))
     world.wait(lambda: len(newcomer.runtime.said(GroupAsked)) > asked + 2)
@@ -463,7 +463,7 @@ def test_a_script_that_is_beyond_the_loop_of_the_restored_state_begins_anew(worl
     (newcomer,) = world.start(1)
     world.wait(lambda: bool(newcomer.runtime.said(GroupAsked)))
     newcomer.state.loop, newcomer.state.mark = 2, Mark(5, 0, 1, 0)
-    newcomer.session.keeper.line, newcomer.session.keeper.has_state = 1, True
+    newcomer.session.replica.line, newcomer.session.replica.has_state = 1, True
     world.told((Committed(1, 4, 4, 0, 0, 1500, 1600),))
     newcomer.session._on_synced()
     world.wait(lambda: newcomer.session._loop == 2)

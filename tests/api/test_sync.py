@@ -20,15 +20,15 @@ from everstep.api.embedded import EmbeddedRuntime
 from everstep.api.job import Job
 from everstep.brain import events
 from everstep.brain.policy_control import divide
-from everstep.brain.turns import PaceKeeper
+from everstep.brain.schedule_controller import ScheduleController
 from everstep.brain.watch import HeartbeatWatch
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.member import Role
 from everstep.model.plan import AdjustAccum, AdjustBatch
 from everstep.model.shard import split_key
+from everstep.model.step_schedule import StepSchedule
 from everstep.model.table import OptimizerSpec
-from everstep.model.turn import Turn
 from everstep.monitor.audit import audit
 from everstep.net import messages
 from everstep.net.arena import Arena
@@ -53,7 +53,7 @@ class OneOfTwo(EmbeddedRuntime):
     def __init__(self, spec: JobSpec, run_dir: Path, first: OneOfTwo | None) -> None:
         if first is None:
             super().__init__(spec, run_dir)
-            self.keeper = PaceKeeper(self.master.brain, HeartbeatWatch(spec), spec, ONE, self._order)
+            self.controller = ScheduleController(self.master.brain, HeartbeatWatch(spec), spec, ONE, self._order)
             self.runtimes: dict[Slot, OneOfTwo] = {}
         else:
             self.__dict__.update({**first.__dict__, "slot": Slot(1)})
@@ -63,14 +63,14 @@ class OneOfTwo(EmbeddedRuntime):
         self.orders: queue.SimpleQueue[Any] = queue.SimpleQueue()
         threading.Thread(target=self._deliver, daemon=True).start()
 
-    def _order(self, slot: Slot, turn: Turn) -> None:
+    def _order(self, slot: Slot, schedule: StepSchedule) -> None:
         if slot in self.runtimes:
-            self.runtimes[slot].orders.put(turn)
+            self.runtimes[slot].orders.put(schedule)
 
     def _deliver(self) -> None:
-        while (turn := self.orders.get()) is not None:
+        while (schedule := self.orders.get()) is not None:
             listener: Any = self._listener
-            listener.turned(turn)
+            listener.scheduled(schedule)
 
     def start(self, listener: Any) -> None:
         if self.slot == 0:
@@ -82,13 +82,13 @@ class OneOfTwo(EmbeddedRuntime):
         self._placed(answer.placement)
 
     def call(self, request: Any, timeout_s: float) -> Any:
-        if isinstance(request, messages.TellPlace):
+        if isinstance(request, messages.ClockReported):
             with self.master._lock:
-                self.keeper.told(self.slot, ONE, request.place)
+                self.controller.report(self.slot, ONE, request.clock)
             return events.Ok()
         answer = super().call(request, timeout_s)
         with self.master._lock:
-            self.keeper.handled()
+            self.controller.handled()
         return answer
 
     def close(self, error: str) -> None:

@@ -1,4 +1,4 @@
-"""Which ps may not have which partitions, as policies are told, is what the keeper of placements goes by."""
+"""Which ps may not have which partitions, as policies are told, is what placements go by."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ def test_closed_is_where_nothing_may_move(parity: str) -> None:
     assert brain is not None and brain.placement is not None
     for slot in map(Slot, range(4)):
         others = [PartitionId(b) for b in range(12) if brain.placement.owner[b] != slot]
-        closed = brain.keeper.closed_to(slot)
-        assert closed == tuple(b for b in others if not brain.keeper.may_move(b, slot))
+        closed = brain.partitions.closed_to(slot)
+        assert closed == tuple(b for b in others if not brain.partitions.may_move(b, slot))
         assert bool(closed) == (parity != "0")

@@ -87,7 +87,7 @@ def test_the_first_time_another_one_tries() -> None:
     assert not story.error
     assert after is not None and after.version > before.version and dict(after.snapshots)[PartitionId(1)] == 7
     story.loads_all()
-    assert not story.brain.keeper.books.missing, "and it could"
+    assert not story.brain.partitions.books.missing, "and it could"
 
 
 def test_the_second_time_it_is_set_aside() -> None:
@@ -118,7 +118,7 @@ def test_who_crashes_while_it_loads_counts(status: int) -> None:
     story = Story()
     story.ends(0, status)
     assert not story.error
-    story.ends(0 if story.brain.keeper.loading(Slot(0)) else 1, status)
+    story.ends(0 if story.brain.partitions.loading(Slot(0)) else 1, status)
     assert story.brain.checkpoints.aside == 7
     assert "while it loaded it" in story.error
 

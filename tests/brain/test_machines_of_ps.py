@@ -90,7 +90,7 @@ class Job:
 
     def together(self, machine: str) -> int:
         """The most units of a stripe, as the map has them now, on this machine."""
-        placement, code = self.brain.placement, self.brain.keeper.code
+        placement, code = self.brain.placement, self.brain.partitions.code
         assert placement is not None
         of = {slot: self.brain.members.machine_of(NodeId(node)) for slot, node in self.nodes.items()}
         most = 0
@@ -136,7 +136,7 @@ def test_units_of_a_stripe_are_on_different_machines() -> None:
     job = three()
     assert sorted(job.nodes.values()) == ["b", "b", "c", "c", "node0", "node0"]
     assert [job.together(m) for m in ("ma", "mb", "mc")] == [1, 1, 1]
-    assert job.brain.keeper.lost_with_one_machine()[1] == 0
+    assert job.brain.partitions.lost_with_one_machine()[1] == 0
 
 
 def test_two_agents_of_one_machine_are_one_place() -> None:
@@ -203,7 +203,7 @@ def test_too_few_machines_is_said() -> None:
     job.join(HOME_NODE, "ma", ps=0)
     job.join(B, "mb")
     assert sorted(job.nodes.values()) == ["b", "b", "node0", "node0", "node0", "node0"], "so that b may be lost"
-    assert job.together("mb") == 2 and job.brain.keeper.lost_with_one_machine()[1] == 0
+    assert job.together("mb") == 2 and job.brain.partitions.lost_with_one_machine()[1] == 0
     wide = Job(ps=4, parity="2+1", nodes=2)
     wide.join(HOME_NODE, "ma", ps=0)
     wide.tell(NodeJoined(B, "", 1, 8, machine="mb"))

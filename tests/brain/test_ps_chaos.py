@@ -230,10 +230,10 @@ class World:
         mirror = self.rng.choice(sorted(ps.whole))
         ps.whole.discard(mirror)
         ps.torn.add(mirror)
-        before = self.brain.keeper.levels()["full"]
+        before = self.brain.partitions.levels()["full"]
         self.say(Event(self.at, MirrorsReady((), (mirror,)), by_ps(ps.slot, ps.incarnation)))
         self.tears += 1
-        assert self.placement is not None and self.brain.keeper.levels()["full"] <= before
+        assert self.placement is not None and self.brain.partitions.levels()["full"] <= before
         assert all(m.id != mirror for m in self.placement.mirrors) or self.brain.state.protection.torn
 
     def kill(self, ps: Ps) -> None:
@@ -242,7 +242,7 @@ class World:
 
     def expendable(self) -> bool:
         """Whether the brain holds that any one ps may be lost now."""
-        levels = self.brain.keeper.levels()
+        levels = self.brain.partitions.levels()
         return bool(levels) and levels["none"] == 0 and not self.starting
 
     def step(self, calm: bool = False) -> None:
@@ -280,7 +280,7 @@ class World:
         elif what < 0.965 and ps.whole and self.expendable():
             self.tear(ps)
         elif self.expendable():
-            full = self.brain.keeper.levels()["full"] == self.spec.partitions
+            full = self.brain.partitions.levels()["full"] == self.spec.partitions
             self.kill(ps)
             self.kills += 1
             if self.code.m == 2 and full and rng.random() < 0.5:
@@ -300,11 +300,11 @@ class World:
     def at_rest(self) -> bool:
         placement, brain = self.placement, self.brain
         assert placement is not None
-        if self.starting or len(placement.servers) != self.code.width + 2 or brain.keeper.books.missing:
+        if self.starting or len(placement.servers) != self.code.width + 2 or brain.partitions.books.missing:
             return False
-        layout = brain.keeper.books.layout
+        layout = brain.partitions.books.layout
         assert layout is not None
-        full = not self.code.m or brain.keeper.levels() == {"full": placement.partitions, "less": 0, "none": 0}
+        full = not self.code.m or brain.partitions.levels() == {"full": placement.partitions, "less": 0, "none": 0}
         sites = sorted((m.members[0] // self.code.k, m.row, m.at) for m in placement.mirrors)
         wanted = sorted((j, r, s) for j, row in enumerate(layout.sites) for r, s in enumerate(row))
         return full and placement.owner == layout.owner and sites == wanted

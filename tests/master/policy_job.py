@@ -1,5 +1,5 @@
-"""A group that trains under virtual time, seen and steered as in a real job: real step clocks, observer, brain, keeper
-and policy. Workers beat as the control connection lets them; a plan holds from the next step on."""
+"""A group that trains under virtual time, seen and steered as in a real job: real step clocks, observer, brain,
+controller and policy. Workers beat as the control connection lets them; a plan holds from the next step on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from everstep.brain.watch import HeartbeatWatch
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.master.observe import Observer
-from everstep.master.policy import PolicyKeeper
+from everstep.master.policy import PolicyController
 from everstep.master.readings import Readings
 from everstep.model.member import MemberKey, Role
 from everstep.model.plan import Plan
@@ -112,7 +112,7 @@ def run(
     folder.mkdir(exist_ok=True)
     observer = Observer(brain, Readings(folder), HeartbeatWatch(brain.job.spec), folder)
     observer.windows = type(observer.windows)(window_s)
-    keeper = PolicyKeeper(brain, brain.job.spec, observer.observe, window_s, tell)
+    controller = PolicyController(brain, brain.job.spec, observer.observe, window_s, tell)
     members = [_Worker(slot, rng, began_s - max(late_s, default=0.0)) for slot in range(workers)]
     at, look_at, step_at = began_s, began_s + MASTER_S * rng.random(), began_s
 
@@ -143,23 +143,23 @@ def run(
             readings = w.readings_now(at)
             if readings is not None:
                 assert observer.take(MemberKey(Role.WORKER, w.slot), ONE, readings, at) is None
-                _look(keeper, at)
+                _look(controller, at)
         if at >= look_at:
             look_at += MASTER_S
-            _look(keeper, at)
+            _look(controller, at)
     ran.left = observer.observe(at).remaining_samples
     observer.close()
     return ran
 
 
-def _look(keeper: PolicyKeeper, at: float) -> None:
+def _look(controller: PolicyController, at: float) -> None:
     """With what comes of it: a policy takes no virtual time."""
-    keeper.tick(at)
+    controller.tick(at)
     limit_s = time.monotonic() + 60.0
-    while keeper._shown is not None:
+    while controller._shown is not None:
         assert time.monotonic() < limit_s, "a policy does not return"
         time.sleep(0.0)
-        keeper.tick(at)
+        controller.tick(at)
 
 
 def _brain(workers: int, policy: str) -> Brain:

@@ -26,7 +26,7 @@ from everstep.brain.events import (
 )
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, NodeId, PartitionId, Slot
-from everstep.master.checkpoints import REASK_S, CheckpointKeeper
+from everstep.master.checkpoints import REASK_S, CheckpointController
 from everstep.master.readings import Readings
 from everstep.model.member import Address, Role
 from everstep.model.reasons import CheckpointReason
@@ -42,14 +42,14 @@ KEY = bytes(range(32))
 
 
 class Shell:
-    """A master without sockets: events go to the brain at once, its instructions to the keeper."""
+    """A master without sockets: events go to the brain at once, its instructions to the controller."""
 
     def __init__(self, run_dir: Path, spec: JobSpec, brain: Brain | None = None) -> None:
         self.run_dir, self.at = run_dir, 1000.0
         self.brain = brain or Brain()
         self.told: list[FactType] = []
         self.sent: list[tuple[int, OrderType]] = []
-        self.keeper = CheckpointKeeper(
+        self.controller = CheckpointController(
             self.brain, spec, run_dir, Readings(run_dir), lambda: self.at, self.tell, self.send, key=KEY
         )
 
@@ -59,11 +59,11 @@ class Shell:
         for instruction in self.brain.handle(event):
             match instruction:
                 case OrderSnapshots():
-                    self.keeper.order_snapshots()
+                    self.controller.order_snapshots()
                 case CommitManifest(manifest):
-                    self.keeper.commit(manifest)
+                    self.controller.commit(manifest)
                 case DropCheckpoints(checkpoints):
-                    self.keeper.drop(checkpoints)
+                    self.controller.drop(checkpoints)
         self.brain.validate()
 
     def send(self, slot: Slot, order: OrderType) -> None:
@@ -71,7 +71,7 @@ class Shell:
 
     def begin(self, spec: JobSpec) -> None:
         self.tell(Event(self.at, MasterStarted(ONE, spec)))
-        self.keeper.start()
+        self.controller.start()
         self.tell(Event(self.at, NodeJoined(NodeId("node0"), "", 0, 0)))
         for slot in map(Slot, range(spec.ps)):
             where = Address(NodeId("node0"), f"sock/ps-{slot}.sock")
@@ -110,7 +110,7 @@ def test_a_checkpoint_when_it_is_due(tmp_path: Path) -> None:
         spec = JobSpec(ps=2, partitions=4, checkpoint_every="30s", checkpoint_keep=1)
         shell = Shell(tmp_path, spec)
         shell.begin(spec)
-        shell.keeper.tick(2000.0)
+        shell.controller.tick(2000.0)
         assert not shell.sent, "nobody has trained yet"
         shell.tell(Event(shell.at, MemberJoined(Role.WORKER, Slot(0), ONE, NodeId("node0"), 2)))
         shell.tell(
@@ -121,10 +121,10 @@ def test_a_checkpoint_when_it_is_due(tmp_path: Path) -> None:
             )
         )
         shell.tell(Event(shell.at, ShardAsked(0, 1, 1), by_worker(Slot(0), ONE)))
-        shell.keeper.tick(1029.0)
+        shell.controller.tick(1029.0)
         assert not shell.sent
         shell.at = 1031.0
-        shell.keeper.tick(shell.at)
+        shell.controller.tick(shell.at)
         order = TakeSnapshots(1, 0, shell.place)
         assert shell.sent == [(0, order), (1, order)]
         shell.write(0, 1, 0, 2)
@@ -132,12 +132,12 @@ def test_a_checkpoint_when_it_is_due(tmp_path: Path) -> None:
         # Said again only to the one that owes something, and to whoever says hello.
         shell.sent.clear()
         shell.at += REASK_S
-        shell.keeper.tick(shell.at)
+        shell.controller.tick(shell.at)
         assert shell.sent == [(1, order)]
-        shell.keeper.hello(Slot(0))
+        shell.controller.hello(Slot(0))
         assert shell.sent[1:] == [(0, order)]
 
-        shell.keeper._readings.values["loss"] = 0.25
+        shell.controller._readings.values["loss"] = 0.25
         shell.write(1, 1, 1, 3)
         await shell.until(lambda: shell.brain.checkpoints.committed)
         manifest = latest_intact(open_place(shell.place), deep=False)
@@ -148,11 +148,11 @@ def test_a_checkpoint_when_it_is_due(tmp_path: Path) -> None:
 
         # The next one replaces it: retention deletes what nobody needs.
         shell.at += 31.0
-        shell.keeper.tick(shell.at)
+        shell.controller.tick(shell.at)
         shell.write(0, 2, 0, 1, 2, 3)
         await shell.until(lambda: list_checkpoints(open_place(shell.place)) == [2])
         await shell.until(lambda: all("000002" in path for path in open_place(shell.place).sizes()))
-        await shell.keeper.close()
+        await shell.controller.close()
 
     asyncio.run(story())
 
@@ -162,14 +162,14 @@ def test_the_next_master_writes_the_manifest_that_was_ordered(tmp_path: Path) ->
         spec = JobSpec(ps=1, partitions=1)
         shell = Shell(tmp_path, spec)
         shell.begin(spec)
-        shell.keeper.commit = lambda manifest: None  # type: ignore[method-assign]  # it dies before that
+        shell.controller.commit = lambda manifest: None  # type: ignore[method-assign]  # it dies before that
         shell.tell(Event(shell.at, CheckpointAsked(CheckpointReason.ASKED)))
         shell.write(0, 1, 0)
         second = Shell(tmp_path, spec, Brain.restore(shell.brain.snapshot()))
-        second.keeper.tick(second.at)
+        second.controller.tick(second.at)
         await second.until(lambda: second.brain.checkpoints.committed)
         assert read_manifest(open_place(shell.place), 1).checkpoint == 1
-        await second.keeper.close()
+        await second.controller.close()
 
     asyncio.run(story())
 
@@ -183,10 +183,10 @@ def test_a_place_that_takes_nothing_costs_the_checkpoint_only(tmp_path: Path) ->
         shell.tell(Event(shell.at, CheckpointAsked(CheckpointReason.ASKED)))
         shell.write(0, 1, 0)
         while not shell.brain.checkpoints.given_up:
-            shell.at += 10.0  # (the keeper tries for a minute of this clock)
+            shell.at += 10.0  # (the controller tries for a minute of this clock)
             await asyncio.sleep(0.01)
         assert shell.brain.checkpoints.newest is None and not shell.brain.job.over
-        await shell.keeper.close()
+        await shell.controller.close()
 
     asyncio.run(story())
 
@@ -202,7 +202,7 @@ def test_what_was_given_up_leaves_no_files(tmp_path: Path) -> None:
             shell.write(1, 1, error="no space left")
         assert shell.brain.checkpoints.given_up == 1
         await shell.until(lambda: not open_place(shell.place).sizes())
-        await shell.keeper.close()
+        await shell.controller.close()
 
     asyncio.run(story())
 
@@ -233,10 +233,10 @@ def test_a_resumed_job_begins_with_its_origin(tmp_path: Path) -> None:
 
         # The next master of the new job does not begin again.
         third = Shell(run_dir, new, Brain.restore(resumed.brain.snapshot()))
-        third.keeper.start()
+        third.controller.start()
         assert not third.told
-        await shell.keeper.close()
-        await resumed.keeper.close()
+        await shell.controller.close()
+        await resumed.controller.close()
 
     (tmp_path / "old").mkdir()
     asyncio.run(story())

@@ -35,7 +35,7 @@ from everstep.config.spec import JobSpec
 from everstep.errors import ConfigError
 from everstep.ids import Incarnation, NodeId, PartitionId, Slot
 from everstep.master import server
-from everstep.master.policy import PolicyKeeper, complete, load
+from everstep.master.policy import PolicyController, complete, load
 from everstep.model.decision import Decision
 from everstep.model.member import Role
 from everstep.model.observation import Observations, Pace, ServerSeen, WorkerSeen
@@ -81,14 +81,14 @@ def seen_workers(*paces_s: float) -> Observations:
 
 
 class Shell:
-    """A keeper with its brain; ``events``: what it told."""
+    """A controller with its brain; ``events``: what it told."""
 
     def __init__(self, policy: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, limit_s: float = 60.0) -> None:
         monkeypatch.setitem(policies.SHIPPED, "exclusive", policy)
         self.brain = group_of(2)
         self.events: list[FactType] = []
         spec = msgspec.structs.replace(self.brain.job.spec, policy="exclusive")
-        self.keeper = PolicyKeeper(
+        self.controller = PolicyController(
             self.brain, spec, lambda at, span_s: seen_workers(0.01, 0.03), 10.0, self._tell, limit_s
         )
         self.at = 10.0
@@ -101,9 +101,9 @@ class Shell:
         """One whole look: the call, and what comes of it."""
         end = time.monotonic() + 60
         self.at += 10.0
-        self.keeper.tick(self.at)
-        while self.keeper._shown is not None and time.monotonic() < end:
-            self.keeper.tick(self.at)
+        self.controller.tick(self.at)
+        while self.controller._shown is not None and time.monotonic() < end:
+            self.controller.tick(self.at)
             time.sleep(0.001)
 
 
@@ -151,16 +151,16 @@ def test_it_is_looked_as_soon_as_all_have_readings_and_then_once_a_window_at_new
         )
         return msgspec.structs.replace(seen_workers(*paces), at=at, workers=workers if any(paces) else ())
 
-    monkeypatch.setattr(shell.keeper, "_observe", observe)
+    monkeypatch.setattr(shell.controller, "_observe", observe)
 
     def until(end: float) -> list[float]:
         looks.clear()
         while shell.at < end:
             shell.at += 0.5
             wait = time.monotonic() + 60
-            shell.keeper.tick(shell.at)
-            while shell.keeper._shown is not None and time.monotonic() < wait:
-                shell.keeper.tick(shell.at)
+            shell.controller.tick(shell.at)
+            while shell.controller._shown is not None and time.monotonic() < wait:
+                shell.controller.tick(shell.at)
                 time.sleep(0.001)
         return list(looks)
 
@@ -252,12 +252,12 @@ def test_a_policy_that_takes_too_long_is_asked_no_more(monkeypatch: pytest.Monke
         return plan_of(AdjustBatch(batch={Slot(0): 8, Slot(1): 8})), state
 
     shell = Shell(policy, monkeypatch, limit_s=5.0)
-    shell.keeper.tick(20.0)
-    shell.keeper.tick(24.0)
+    shell.controller.tick(20.0)
+    shell.controller.tick(24.0)
     assert not shell.events
-    shell.keeper.tick(25.5)
+    shell.controller.tick(25.5)
     gate.set()
-    shell.keeper.tick(26.0)
+    shell.controller.tick(26.0)
     assert [type(e) for e in shell.events] == [PolicyDisabled]
     assert "longer than 5 s" in shell.brain.state.control.disabled
 
@@ -273,9 +273,9 @@ def test_a_clock_that_jumps_ends_no_policy_and_keeps_none_from_looking(
         return None, state
 
     shell = Shell(policy, monkeypatch, limit_s=5.0)
-    shell.keeper.tick(20.0)
+    shell.controller.tick(20.0)
     for at in (7220.0, 20.0, 21.0):  # two hours ahead, and back
-        shell.keeper.tick(at)
+        shell.controller.tick(at)
     gate.set()
     shell.at = 11.0
     shell.look()

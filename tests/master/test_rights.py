@@ -242,7 +242,7 @@ MAY: dict[type, str] = {  # who may send what, said a second time
     ShardAsked: "worker",
     ShardDone: "worker",
     ShardReturned: "worker",
-    wire.TellPlace: "worker",
+    wire.ClockReported: "worker",
     wire.ValuesReported: "worker",
     ChiefAsked: "worker",
     OnceAsked: "worker",

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from everstep.api.ps_loop import PsLoop
-from everstep.api.turn_waits import TurnWaits
+from everstep.api.schedule_waits import ScheduleWaits
 from everstep.model.shard import split_key
-from everstep.net.messages import TellPlace
+from everstep.net.messages import ClockReported
 from everstep.tables.staleness_gate import StalenessGate
 from everstep.tables.worker_protocol import RangeWork
 
@@ -51,24 +51,24 @@ def note_parts(path: str) -> None:
 
 def begin_together(folder: Path, slot: int, workers: int) -> None:
     """This worker's first batch is begun once all have one in hand and the master knows it, or after a while."""
-    turn = TurnWaits.turn
+    turn = ScheduleWaits.turn
 
-    def together(self: TurnWaits, *args: Any) -> bool:
+    def together(self: ScheduleWaits, *args: Any) -> bool:
         begun = turn(self, *args)
         driver = self._driver
         if begun and driver.admission.gate is not None:
-            TurnWaits.turn = turn  # type: ignore[method-assign]
+            ScheduleWaits.turn = turn  # type: ignore[method-assign]
             with driver.lock:
                 place = driver.admission.due(again=True)
             if place is not None:
-                driver.runtime.call(TellPlace(place), _TOGETHER_S)
+                driver.runtime.call(ClockReported(place), _TOGETHER_S)
             (folder / f"begins-{slot}").touch()
             limit = time.monotonic() + _TOGETHER_S
             while len(list(folder.glob("begins-*"))) < workers and time.monotonic() < limit:
                 time.sleep(0.01)
         return begun
 
-    TurnWaits.turn = together  # type: ignore[method-assign]
+    ScheduleWaits.turn = together  # type: ignore[method-assign]
 
 
 def steps_of(folder: Path) -> Steps:

@@ -10,8 +10,8 @@ import pytest
 from everstep.policies.stragglers.exact import Device, ExactShare, solve, time_s
 
 
-def longest(devices: list[Device], portions: tuple[ExactShare, ...]) -> float:
-    return max(map(time_s, devices, portions))
+def longest(devices: list[Device], batch_shares: tuple[ExactShare, ...]) -> float:
+    return max(map(time_s, devices, batch_shares))
 
 
 @pytest.mark.parametrize(
@@ -22,10 +22,10 @@ def longest(devices: list[Device], portions: tuple[ExactShare, ...]) -> float:
     ],
 )
 def test_worked_examples(devices: list[Device], total: int, best_s: float, even_s: float) -> None:
-    portions = solve(total, devices)
-    assert sum(p.samples for p in portions) == total
-    assert all(p.batch <= d.memory_batch for p, d in zip(portions, devices, strict=True))
-    assert longest(devices, portions) == best_s
+    batch_shares = solve(total, devices)
+    assert sum(p.samples for p in batch_shares) == total
+    assert all(p.batch <= d.memory_batch for p, d in zip(batch_shares, devices, strict=True))
+    assert longest(devices, batch_shares) == best_s
     share = total // len(devices)
     passes = [-(-share // d.memory_batch) for d in devices]
     assert max(time_s(d, ExactShare(share, n)) for d, n in zip(devices, passes, strict=True)) == even_s
@@ -41,9 +41,9 @@ def test_no_other_split_is_faster() -> None:
             for d in devices
         ]
         best = min(
-            longest(devices, portions)
-            for portions in itertools.product(*every)
-            if sum(p.samples for p in portions) == total
+            longest(devices, batch_shares)
+            for batch_shares in itertools.product(*every)
+            if sum(p.samples for p in batch_shares) == total
         )
         assert longest(devices, solve(total, devices)) == best, (devices, total)
 

@@ -74,7 +74,7 @@ class Ps:
         )
         me = Identity(purpose="data", role="ps", slot=self.slot, incarnation=self.life, node=NodeId("node0"))
         self.server = DataServer(self.service, [listener], secret, me, tls=False)
-        self.service.keeper.start(
+        self.service.mirrors.start(
             lambda place: DataClient(
                 place.address,
                 secret=secret,
@@ -91,7 +91,7 @@ class Ps:
 
     def end(self) -> None:
         self.server.close()
-        self.service.keeper.close()
+        self.service.mirrors.close()
 
 
 class Cluster:
@@ -198,12 +198,12 @@ class Cluster:
         """Every partition is served, every mirror is complete, nothing is on its way."""
         assert not any(p.failures for p in self.ps.values()), [p.failures for p in self.ps.values()]
         return all(
-            p.service.keeper.whole
-            and not p.service.keeper.machine.lacking
-            and not p.service.keeper.machine.asks()
-            and {m.id for m in self.mirrors if m.at == s} - p.service.keeper.machine._used
-            <= set(p.service.keeper.machine.complete)
-            and p.service.keeper.streams.done_ticket == p.service.store.outbox_ticket()
+            p.service.mirrors.whole
+            and not p.service.mirrors.machine.lacking
+            and not p.service.mirrors.machine.asks()
+            and {m.id for m in self.mirrors if m.at == s} - p.service.mirrors.machine._used
+            <= set(p.service.mirrors.machine.complete)
+            and p.service.mirrors.streams.done_ticket == p.service.store.outbox_ticket()
             for s, p in self.ps.items()
         )
 
@@ -294,9 +294,9 @@ def test_a_replica_takes_over_bit_for_bit(cluster: Callable[..., Cluster]) -> No
         if not any(m.members == (b,) and m.at != c.owner[b] for m in c.mirrors):
             c.mirror([b], next(s for s in c.ps if s != c.owner[b]))
     c.publish()
-    until(lambda: c.ps[Slot(2)].service.keeper.whole)
+    until(lambda: c.ps[Slot(2)].service.mirrors.whole)
     assert c.digests(lost) == before
-    assert c.ps[Slot(2)].service.keeper.machine.ready() == [(c.version, "promoted", tuple(lost))]
+    assert c.ps[Slot(2)].service.mirrors.machine.ready() == [(c.version, "promoted", tuple(lost))]
     c.open()
     c.push(20)
     until(c.whole)
@@ -319,7 +319,7 @@ def test_a_lost_member_is_folded_out_of_its_stripe(cluster: Callable[..., Cluste
     c.publish()
     pushing = threading.Thread(target=c.push, args=(25,))  # while it is being rebuilt
     pushing.start()
-    until(lambda: not c.ps[Slot(4)].service.keeper.machine.lacking)
+    until(lambda: not c.ps[Slot(4)].service.mirrors.machine.lacking)
     pushing.join(PATIENCE_S)
     assert not pushing.is_alive()
     until(c.whole)
@@ -364,7 +364,7 @@ def test_a_gap_in_what_is_folded_is_swept_again(
     for b in lost:
         c.owner[b] = Slot(4)
     c.publish()
-    until(lambda: not c.ps[Slot(4)].service.keeper.machine.lacking or bool(c.ps[Slot(4)].failures))
+    until(lambda: not c.ps[Slot(4)].service.mirrors.machine.lacking or bool(c.ps[Slot(4)].failures))
     assert not c.ps[Slot(4)].failures
     assert len(left_out) >= 2 and 2 in codes
     assert c.digests(lost) == before
@@ -400,7 +400,7 @@ def test_a_mirror_that_lacks_a_difference_is_made_again_under_pushes(
     c.push(10)
     until(c.whole)
     taker = c.ps[Slot(4)]
-    machine, inbox = taker.service.keeper.machine, taker.service._inbox
+    machine, inbox = taker.service.mirrors.machine, taker.service._inbox
     stream, number = inbox.received((0, 1))
     inbox.set_received((0, 1), (stream, number + 1))  # the next one of ps:0 counts as one that came before
     c.push(5)
@@ -441,7 +441,7 @@ def test_two_lost_members_are_solved(cluster: Callable[..., Cluster]) -> None:
     for b in lost:
         c.owner[b] = Slot(4)
     c.publish()
-    until(lambda: not c.ps[Slot(4)].service.keeper.machine.lacking)
+    until(lambda: not c.ps[Slot(4)].service.mirrors.machine.lacking)
     assert c.digests(lost) == before
     c.open()
     c.push(10)
@@ -459,7 +459,7 @@ def test_a_partition_moves_under_pushes(cluster: Callable[..., Cluster]) -> None
     c.publish(route=False)
     pushing = threading.Thread(target=c.push, args=(40,))
     pushing.start()
-    until(lambda: move in c.ps[Slot(3)].service.keeper.machine.complete)
+    until(lambda: move in c.ps[Slot(3)].service.mirrors.machine.complete)
     c.owner[0] = Slot(3)
     c.publish()
     c.open()
@@ -467,7 +467,7 @@ def test_a_partition_moves_under_pushes(cluster: Callable[..., Cluster]) -> None
     assert not pushing.is_alive()
     until(c.whole)
     c.check_mirrors()
-    until(lambda: 0 not in c.ps[Slot(0)].service.keeper.machine.partitions)
+    until(lambda: 0 not in c.ps[Slot(0)].service.mirrors.machine.partitions)
     gave = [r for r in records(c, 0) if isinstance(r, ReleasedRecord)]
     took = [r for r in records(c, 3) if isinstance(r, AcquiredRecord)]
     assert (
@@ -514,7 +514,7 @@ def test_a_push_that_awaits_a_mirrors_answer_ends_when_the_placement_no_longer_n
     batch = [(t, np.arange(5), np.ones((1, 60, t.dim), np.float32)) for t in TABLES]
     push = threading.Thread(target=c.push_to, args=(p, [0], batch))
     push.start()
-    until(lambda: p.service.keeper.streams.waits((stuck.slot, stuck.life)))
+    until(lambda: p.service.mirrors.streams.waits((stuck.slot, stuck.life)))
     c.ps.pop(Slot(1))
     c.mirrors.clear()
     c.owner = [s if s != 1 else Slot(2) for s in c.owner]
@@ -577,8 +577,8 @@ def test_rows_of_a_lost_ps_are_read_and_written_before_the_sweep_brings_them(
     home = c.ps[Slot(4)]
     for spec, keys, rows_before in [e for all_of in expected.values() for e in all_of]:
         np.testing.assert_array_equal(pull(c, home, spec, keys), rows_before)
-    machine = home.service.keeper.machine
-    assert set(machine.lacking) == set(lost) and home.service.keeper.whole  # all answer, none is whole
+    machine = home.service.mirrors.machine
+    assert set(machine.lacking) == set(lost) and home.service.mirrors.whole  # all answer, none is whole
     for each in (c, twin):
         each.push(3)
     assert set(machine.lacking) == set(lost)
@@ -610,7 +610,7 @@ def test_a_second_loss_while_rows_are_written_on_demand(
     c.publish()
     for each in (c, twin):
         each.push(4)
-    machine = c.ps[Slot(4)].service.keeper.machine
+    machine = c.ps[Slot(4)].service.mirrors.machine
     assert set(machine.lacking) == {1, 5}
     c.lose(2)
     c.owner[2] = c.owner[6] = Slot(4)

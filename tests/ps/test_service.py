@@ -339,10 +339,10 @@ def test_the_first_placement_may_come_while_the_threads_start(tmp_path: Path, mo
         raise WireError("nobody is there")
 
     monkeypatch.setattr(threading.Thread, "start", starts)
-    s.keeper.start(nobody)
+    s.mirrors.start(nobody)
     comes.join(60)
-    assert s.keeper.whole and set(s.keeper._threads) == {"outbox", "sweep", (0, 1)}
-    s.keeper.close()
+    assert s.mirrors.whole and set(s.mirrors._threads) == {"outbox", "sweep", (0, 1)}
+    s.mirrors.close()
     s.finish()
 
 
@@ -393,8 +393,8 @@ def test_a_ps_that_cannot_load_stays_and_says_so(tmp_path: Path) -> None:
         (1, 2, 7, "its marks are of another kind"),
         (1, 5, 7, "ZeroDivisionError: ours"),
     ]
-    assert not service.failure and service.keeper.machine.stuck == (2, 5)
-    with service.keeper.transition() as machine:
+    assert not service.failure and service.mirrors.machine.stuck == (2, 5)
+    with service.mirrors.transition() as machine:
         machine.settle()
     assert sorted(tried) == [2, 5], "nothing else under this map"
     service.set_placement(msgspec.structs.replace(first, version=2, routing=2))

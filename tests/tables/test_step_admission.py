@@ -9,7 +9,7 @@ import pytest
 from everstep.config.consistency import parse_consistency
 from everstep.ids import Incarnation, LeaseNo, ShardKey, Slot
 from everstep.model.shard import Lease
-from everstep.model.turn import BatchShare, Share, Turn
+from everstep.model.step_schedule import BatchShare, ComputedShare, StepSchedule
 from everstep.tables.batches_in_hand import BatchesInHand
 from everstep.tables.computed_step import ComputedStep, StepPayload
 from everstep.tables.step_admission import AdmittedStep, LateStep, StepAdmission
@@ -36,8 +36,10 @@ def admission(text: str, batch: int = 8, largest: int = 0) -> StepAdmission:
     return made
 
 
-def turn(number: int, order: int, parts: tuple[Share, ...] = (), portions: tuple[BatchShare, ...] = ()) -> Turn:
-    return Turn(ONE, order, number, parts, portions)
+def schedule(
+    number: int, order: int, parts: tuple[ComputedShare, ...] = (), batch_shares: tuple[BatchShare, ...] = ()
+) -> StepSchedule:
+    return StepSchedule(ONE, order, number, parts, batch_shares)
 
 
 def begin(made: StepAdmission, lo: int, hi: int) -> None:
@@ -87,28 +89,28 @@ def test_without_common_steps_each_step_goes_at_once(text: str) -> None:
 
 def test_a_part_waits_for_its_verdict_and_is_weighed_by_it() -> None:
     made = admission("sync")
-    assert made.turn(turn(0, 0)) == ()
+    assert made.schedule(schedule(0, 0)) == ()
     begin(made, 0, 8)
     assert made.ready(step(0, 8)) == () and made.judging
     said = made.due()
     assert said is not None and (said.state, said.step, said.samples) == ("ready", 0, 8)
-    parts = (Share(ME, ONE, 8), Share(OTHER, ONE, 24))
-    assert made.turn(turn(0, 1, parts)) == (AdmittedStep(step(0, 8), 0.25, 0),)
-    assert not made.judging and made.turn(turn(0, 1, parts)) == ()
+    parts = (ComputedShare(ME, ONE, 8), ComputedShare(OTHER, ONE, 24))
+    assert made.schedule(schedule(0, 1, parts)) == (AdmittedStep(step(0, 8), 0.25, 0),)
+    assert not made.judging and made.schedule(schedule(0, 1, parts)) == ()
 
 
 def test_a_part_that_the_master_has_not_named_is_late() -> None:
     made = admission("sync")
-    made.turn(turn(0, 0))
+    made.schedule(schedule(0, 0))
     begin(made, 0, 8)
     made.ready(step(0, 8))
-    assert made.turn(turn(0, 1, (Share(OTHER, ONE, 8),))) == (LateStep(step(0, 8)),)
+    assert made.schedule(schedule(0, 1, (ComputedShare(OTHER, ONE, 8),))) == (LateStep(step(0, 8)),)
     assert not made.judging
 
 
 def test_a_planned_part_is_several_batches_and_one_verdict() -> None:
     made = admission("sync")
-    made.turn(turn(0, 0, portions=(BatchShare(ME, 20, 3),)))
+    made.schedule(schedule(0, 0, batch_shares=(BatchShare(ME, 20, 3),)))
     assert made.size() == 7 and made.planned  # three batches as alike as they can be
     begin(made, 0, 7)
     assert made.ready(step(0, 7)) == () and made.open
@@ -118,19 +120,19 @@ def test_a_planned_part_is_several_batches_and_one_verdict() -> None:
     assert made.next_batch() == 6 and made.share(7) == 7 / 20
     begin(made, 14, 20)
     assert made.ready(step(14, 20)) == () and made.judging
-    found = made.turn(turn(0, 1, (Share(ME, ONE, 20),)))
+    found = made.schedule(schedule(0, 1, (ComputedShare(ME, ONE, 20),)))
     assert [(f.step.samples, f.weight, f.number) for f in cast(Any, found)] == [(7, 1.0, 0), (7, 1.0, 0), (6, 1.0, 0)]
 
 
 def test_a_batch_that_does_not_fit_is_taken_in_passes_and_a_part_may_stay_smaller() -> None:
     made = admission("sync", batch=8, largest=3)
-    made.turn(turn(0, 0))
+    made.schedule(schedule(0, 0))
     assert made.one_pass == 3 and made.size() == 3
     begin(made, 0, 3)
     made.ready(step(0, 3))
     assert made.next_batch() == 3 and made.open
     assert made.close() == () and made.judging and not made.open
-    (found,) = made.turn(turn(0, 1, (Share(ME, ONE, 3),)))
+    (found,) = made.schedule(schedule(0, 1, (ComputedShare(ME, ONE, 3),)))
     assert isinstance(found, AdmittedStep) and found.weight == 8 / 3  # it was weighed as 3 of 8 before
 
 
@@ -138,7 +140,7 @@ def test_what_the_script_has_in_hand_counts_for_the_size_and_its_own_accumulatio
     hand = BatchesInHand()
     made = StepAdmission(parse_consistency("sync"), ME, ONE, hand)
     made.loader_batch = 8
-    made.turn(turn(0, 0, portions=(BatchShare(ME, 20, 3),)))
+    made.schedule(schedule(0, 0, batch_shares=(BatchShare(ME, 20, 3),)))
     assert made.size() == 7
     hand.keep(work(0, 7), learnt=True)
     assert made.next_batch() == 7
@@ -150,7 +152,7 @@ def test_what_the_script_has_in_hand_counts_for_the_size_and_its_own_accumulatio
 
 def test_steps_without_gradients_count_for_nothing() -> None:
     made = admission("sync")
-    made.turn(turn(0, 0))
+    made.schedule(schedule(0, 0))
     begin(made, 0, 8)
     made.ready(step(0, 8, payload=None))
     said = made.due()

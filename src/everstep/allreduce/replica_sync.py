@@ -48,7 +48,7 @@ Gather = Callable[[list[int]], list[list[int]]]
 logger = logging.getLogger("everstep.worker")
 
 
-class ReplicaKeeper:
+class ReplicaSync:
     """``boundary``, ``idle`` and ``agree`` are for the thread that trains; ``follow`` and ``close`` for any.
 
     ``on_synced``: a joiner can enter now (called on a thread of its own). ``on_error``: it never can.
@@ -81,7 +81,7 @@ class ReplicaKeeper:
             self._listen(os.environ.get("EVERSTEP_HOST", "") if host is None else host)
 
     def __repr__(self) -> str:
-        return f"<ReplicaKeeper at {self._state.mark}, origin {self.origin}, {self._follower or self.source!r}>"
+        return f"<ReplicaSync at {self._state.mark}, origin {self.origin}, {self._follower or self.source!r}>"
 
     def _listen(self, host: str) -> None:
         runtime = self._runtime
@@ -427,4 +427,4 @@ def _lost(group: Group) -> list[GroupMember]:
     return [GroupMember(slot, incarnation, NodeId("")) for slot, incarnation in group.lost]
 
 
-__all__ = ["Connect", "ReplicaKeeper"]
+__all__ = ["Connect", "ReplicaSync"]

@@ -2,7 +2,7 @@
 
 A slice of parameters, buffers and optimizer state is digested at the begin of each step, and travels in its vote. All
 of the state is covered within ``WITHIN_STEPS`` steps, at the speed of memory and for a small part of a step's time.
-What is not in a slice's digest by mistake costs a comparison, and nothing else: see ``ReplicaKeeper.compare``.
+What is not in a slice's digest by mistake costs a comparison, and nothing else: see ``ReplicaSync.compare``.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ class ReplicaOfMember(Protocol):
 
 
 class ReplicaCopies(Protocol):
-    """Is what is needed of ``allreduce.replica_sync.ReplicaKeeper``: copies of the state, for peers, joiners and
+    """Is what is needed of ``allreduce.replica_sync.ReplicaSync``: copies of the state, for peers, joiners and
     checkpoints."""
 
     address: Address | None
@@ -133,8 +133,8 @@ Connected = GlooCollective | Alone
 class Session:
     """See the top of this file, and ``allreduce.step.GroupSession``."""
 
-    def __init__(self, runtime: MemberRuntime, state: ReplicaOfMember, keeper: ReplicaCopies) -> None:
-        self.runtime, self.state, self.keeper = runtime, state, keeper
+    def __init__(self, runtime: MemberRuntime, state: ReplicaOfMember, replica: ReplicaCopies) -> None:
+        self.runtime, self.state, self.replica = runtime, state, replica
         self.machine = GroupMachine(runtime.slot, runtime.incarnation)
         self.commits = Commits()
         self.failure: EverstepError | None = None
@@ -184,8 +184,8 @@ class Session:
         self.plan: ShardSchedule | None = None
         self.tables: StepTables | None = None
         self.before_end: Callable[[Any], None] | None = None
-        keeper.on_synced = self._on_synced
-        keeper.on_error = self.fail
+        replica.on_synced = self._on_synced
+        replica.on_error = self.fail
 
     def __repr__(self) -> str:
         return f"<Session worker:{self.runtime.slot} {self.machine} at {self.state.mark} {self.commits}>"
@@ -270,7 +270,7 @@ class Session:
             group, collective, rank = joined
             if self._drifted:
                 try:
-                    self.keeper.compare(group, rank, collective.gather)
+                    self.replica.compare(group, rank, collective.gather)
                 except CollectiveError:
                     self._broken_collective(collective)
                     continue
@@ -303,7 +303,7 @@ class Session:
             self.state.load(self._ahead, "the state before the loop")
             if self.state.loop <= self._loop:
                 self._ahead = None
-        if self.machine.present is not None or not self.keeper.has_state:  # (else: of the one that we follow)
+        if self.machine.present is not None or not self.replica.has_state:  # (else: of the one that we follow)
             self.state.loop = max(self.state.loop, self._loop)
 
     def _end_loop(self) -> None:
@@ -371,14 +371,14 @@ class Session:
         if step.size == 1:
             self._settle(step.number + 1)
         if self.commits.confirmed >= self._came_at:
-            self.keeper.sure()
-        self.keeper.boundary()
+            self.replica.sure()
+        self.replica.boundary()
 
     def _settle(self, before: int) -> None:
         """Everybody has every step below ``before``: they may be told, and checkpoints of them, once the ps have what
         those have."""
         self.commits.settle(before)
-        self.keeper.settled(before if self.tables is None else min(before, self.tables.pushed))
+        self.replica.settled(before if self.tables is None else min(before, self.tables.pushed))
 
     def behind_loop(self) -> BehindLoop:
         group, spec = self.machine.present, self.runtime.spec
@@ -425,7 +425,7 @@ class Session:
         if self._log is not None:
             with contextlib.suppress(PlatformError):
                 self._log.close()
-        self.keeper.close()
+        self.replica.close()
         if void and not self._left:
             raise PlatformError(
                 f"the steps up to {self.state.mark.step - 1} are void: whoever could tell the master of those before "
@@ -454,7 +454,7 @@ class Session:
                 return
             until = time.monotonic() + answer.retry_after_s
             while time.monotonic() < until:
-                self.keeper.idle()
+                self.replica.idle()
                 time.sleep(0.01)
 
     def _tell_rest(self) -> bool:
@@ -475,7 +475,7 @@ class Session:
     @property
     def _line(self) -> int:
         """Return the generation that began the line of our state; 0: we have none."""
-        return self.keeper.line if self.keeper.line > 0 else self._origin or 0
+        return self.replica.line if self.replica.line > 0 else self._origin or 0
 
     @property
     def _void(self) -> bool:
@@ -562,17 +562,17 @@ class Session:
                 self._check()
                 if self.machine.entry is None and self.machine.whole:
                     self._changed.wait(_WAIT_S)
-            self.keeper.idle()
+            self.replica.idle()
 
     def _meet(self, group: Group, collective: Connected, rank: int) -> bool:
         """Agree on the state. False: the group broke meanwhile."""
         if self._origin is not None and self._origin != group.origin:
-            self.keeper.has_state = False  # all who had it were lost: its steps are void
+            self.replica.has_state = False  # all who had it were lost: its steps are void
         before = self.state.mark
         if self._formed and not group.restore:
             self._must_have_begun(1)
         try:
-            mark = self.keeper.agree(group, rank, collective.gather)
+            mark = self.replica.agree(group, rank, collective.gather)
         except CollectiveError:
             self._broken_collective(collective)
             return False
@@ -630,7 +630,7 @@ class Session:
                 elif self._resolved:
                     return True
             if not inside:
-                self.keeper.idle()
+                self.replica.idle()
             elif collective is not None and self._resolve(collective) is not None:
                 return True
 
@@ -650,8 +650,8 @@ class Session:
         with self._changed:
             group = self.machine.present
             void = group is None or (self._origin is not None and self._origin != group.origin)
-            followed = group is None or self.keeper.line in (-1, group.origin)  # (else: of states that are no more)
-            has_state = self.keeper.has_state and not void and followed
+            followed = group is None or self.replica.line in (-1, group.origin)  # (else: of states that are no more)
+            has_state = self.replica.has_state and not void and followed
             word = self.machine.word(self.state.mark.step if has_state else -1, self._loop)
         try:
             words = collective.gather(word)
@@ -714,7 +714,7 @@ class Session:
 
     def _behind(self) -> bool:
         """Not in the group, with a state (followed) of a later loop: the script has to catch up with it."""
-        if not self.keeper.has_state or self.plan is None or self._synced == 0:
+        if not self.replica.has_state or self.plan is None or self._synced == 0:
             return False
         return self.state.loop > self._loop
 
@@ -726,7 +726,7 @@ class Session:
     def _turn_to(self, dataset: int) -> None:
         """Turn to another dataset, where members left it, all after the same step. Takes no lock: it may ask."""
         mark = self.state.mark
-        if not self.keeper.has_state or mark.dataset == dataset or self.machine.present is None:
+        if not self.replica.has_state or mark.dataset == dataset or self.machine.present is None:
             return
         place = self._places.get(dataset)
         if place is None and mark.step:  # we came later: the journal has it since long
@@ -835,7 +835,7 @@ class Session:
                 self._held_back = action
             else:
                 self._synced = 0
-                self.keeper.follow(action.group)
+                self.replica.follow(action.group)
 
     def _cut(self, generation: int) -> None:
         present = self.machine.present
@@ -880,7 +880,7 @@ class Session:
         """Return where peers reach us: loopback on one machine, else what this node is reached by."""
         if len({m.node for m in group.members}) == 1:
             return "127.0.0.1"
-        address = group.members[rank].address or self.keeper.address
+        address = group.members[rank].address or self.replica.address
         if address is None or not address.host:
             raise PlatformError(
                 f"worker:{self.runtime.slot} has peers on other nodes and no address they could reach it by: give the "
@@ -892,7 +892,7 @@ class Session:
         """None: all members are on one node, or the job was told that gradients may travel in the clear."""
         if self.runtime.spec.tls != "all" or len({m.node for m in group.members}) == 1:
             return None
-        secret = self.keeper.secret
+        secret = self.replica.secret
         if secret is None:
             raise PlatformError("this worker has no secret to reach members on other nodes with")
         try:
@@ -929,7 +929,7 @@ class Session:
 
     def _ask(self) -> None:
         self._asked_at = time.monotonic()
-        line, loop = self.keeper.line, self.state.loop
+        line, loop = self.replica.line, self.state.loop
         question = self._question()  # (of a mark that is not before the loop's begin)
 
         def answered(answer: Answer) -> None:
@@ -942,8 +942,8 @@ class Session:
         self.runtime.ask(question, answered)
 
     def _question(self) -> GroupAsked:
-        mark = self.state.mark if self.keeper.has_state else None
-        return GroupAsked(self.dataset, self.until_epoch, self.batch_samples, self.keeper.address, mark)
+        mark = self.state.mark if self.replica.has_state else None
+        return GroupAsked(self.dataset, self.until_epoch, self.batch_samples, self.replica.address, mark)
 
     def _answered(self, answer: Answer) -> None:
         if isinstance(answer, Grouped):
@@ -958,7 +958,7 @@ class Session:
             self.fail(ScriptError(answer.error))
 
     def _on_synced(self) -> None:
-        """The keeper: our copy of the state is up with the group's. On its thread."""
+        """Note that this copy of the state is up with the group's. On its thread."""
         with self._changed:
             newest = self.machine.newest
             self._synced = newest.generation if newest is not None else 0

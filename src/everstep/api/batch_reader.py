@@ -11,8 +11,8 @@ import time
 
 from everstep.api.batch_item import BatchItem
 from everstep.api.protocol_driver import ProtocolDriver
+from everstep.api.schedule_waits import ScheduleWaits
 from everstep.api.tables import TableSet
-from everstep.api.turn_waits import TurnWaits
 from everstep.data.loader import Loader
 from everstep.data.random_streams import STREAMS
 from everstep.model.shard import split_key
@@ -22,7 +22,9 @@ class BatchReader:
     """Those of one pass through ``job.steps``. ``ahead``: batches whose rows are pulled ahead; 0: each when it is
     taken, and by the script's thread."""
 
-    def __init__(self, loader: Loader, ahead: int, driver: ProtocolDriver, tables: TableSet, waits: TurnWaits) -> None:
+    def __init__(
+        self, loader: Loader, ahead: int, driver: ProtocolDriver, tables: TableSet, waits: ScheduleWaits
+    ) -> None:
         self._loader, self._driver, self._tables, self._waits = loader, driver, tables, waits
         self._ready: queue.SimpleQueue[BatchItem | BaseException | None] = queue.SimpleQueue()
         self._permits = threading.Semaphore(ahead)

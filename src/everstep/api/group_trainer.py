@@ -18,7 +18,7 @@ from everstep.allreduce.dtensor import gathered, settle
 from everstep.allreduce.group_engine import GroupEngine, check_max_norm
 from everstep.allreduce.leader import FollowerSession, LeaderSession, UnitState
 from everstep.allreduce.replica_group import Unit
-from everstep.allreduce.replica_sync import ReplicaKeeper
+from everstep.allreduce.replica_sync import ReplicaSync
 from everstep.allreduce.session import Session
 from everstep.allreduce.sharded import check_model
 from everstep.allreduce.state import ReplicaState
@@ -58,7 +58,7 @@ class GroupTrainer:
         if not unit.leads:
             engine.session = FollowerSession(self.state, unit)
             return
-        session = Session(runtime, self.state, ReplicaKeeper(self.state, runtime))
+        session = Session(runtime, self.state, ReplicaSync(self.state, runtime))
         engine.session = LeaderSession(session, unit) if unit.size > 1 else session
         if spec.ps:
             tables = engine.tables = session.tables = GroupTables(runtime, self.tables)

@@ -12,7 +12,7 @@ from everstep.ids import LeaseNo
 from everstep.model.group import Group
 from everstep.model.placement import Placement
 from everstep.model.shard import Lease
-from everstep.model.turn import Turn
+from everstep.model.step_schedule import StepSchedule
 from everstep.monitor.stepclock import StepClock
 from everstep.net.messages import Beat
 from everstep.tables.client import PsClient
@@ -42,10 +42,10 @@ class Listener(Protocol):
     def in_loop(self) -> bool: ...
 
 
-class TurnListener(Listener, Protocol):
+class ScheduleListener(Listener, Protocol):
     """Is what they become in mode ps."""
 
-    def turned(self, turn: Turn) -> None: ...
+    def scheduled(self, schedule: StepSchedule) -> None: ...
 
     def welcomed(self) -> None:
         """Said hello to a master, perhaps another one than before."""

@@ -18,7 +18,7 @@ from everstep.errors import EverstepError, FencedError, InternalError, NonFinite
 from everstep.ids import LeaseNo, Slot, TableId
 from everstep.model.placement import Placement
 from everstep.model.shard import Lease, split_key
-from everstep.model.turn import Turn
+from everstep.model.step_schedule import StepSchedule
 from everstep.net import messages
 from everstep.net.messages import Bad, DataAnswer, LeaseClosed, Moved, Opened, OpenShard, Push, Pushed, RowsPart
 from everstep.net.retry import backoff
@@ -77,19 +77,19 @@ class ProtocolDriver:
     def revoked(self, lease: LeaseNo) -> None:
         self.feed(lambda: self.protocol.revoked(lease))
 
-    def turned(self, turn: Turn) -> None:
+    def scheduled(self, schedule: StepSchedule) -> None:
         """Take the master's word of who may go on (consistency sync and bounded)."""
         if self.admission.gate is None:
             return
         with self.lock:
-            self._carry_out(self.admission.turn(turn))
-            self.tell_place()
+            self._carry_out(self.admission.schedule(schedule))
+            self.report_clock()
             self.changed.notify_all()
 
     def welcomed(self) -> None:
         """Said hello to a master, perhaps another one than before: it may know nothing of where we are."""
         with self.lock:
-            self.tell_place(again=True)
+            self.report_clock(again=True)
 
     def fail(self, error: EverstepError) -> None:
         """End whatever waits, here and in the script's thread, with ``error``."""
@@ -139,15 +139,15 @@ class ProtocolDriver:
                 self.changed.wait(_TICK_S)
         ending.check()
 
-    def tell_place(self, again: bool = False) -> None:
+    def report_clock(self, again: bool = False) -> None:
         """Tell the master where we are, if it needs to know. With the lock held."""
-        place = self.admission.due(again) if self.tells else None
-        if place is not None:
-            self.runtime.ask(messages.TellPlace(place), lambda answer: None)
+        clock = self.admission.due(again) if self.tells else None
+        if clock is not None:
+            self.runtime.ask(messages.ClockReported(clock), lambda answer: None)
 
     def _closed(self, admitted: tuple[Judged, ...]) -> None:
         self._carry_out(admitted)
-        self.tell_place()
+        self.report_clock()
 
     def _carry_out(self, admitted: Iterable[Judged]) -> None:
         for found in admitted:
@@ -175,7 +175,7 @@ class ProtocolDriver:
         self._inputs.feed(event)
         if self.admission.gate is not None:
             with self.lock:
-                self.tell_place()
+                self.report_clock()
 
     def _do(self, action: WorkerAction) -> None:
         machine = self.protocol

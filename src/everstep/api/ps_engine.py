@@ -2,8 +2,8 @@
 
 ``PsLoop`` is what the script iterates over; ``StepBuilder`` says which batches a step consumes,
 and ``StepPusher`` pushes it; ``PsGradients`` is what
-``grad`` holds; ``HandEdits`` what the script changed by itself; ``TurnWaits`` and ``BatchReader`` wait and read. Below
-them ``ProtocolDriver`` talks to the ps and the master for three pure machines: ``WorkerProtocol`` (exactly once),
+``grad`` holds; ``HandEdits`` what the script changed by itself; ``ScheduleWaits`` and ``BatchReader`` wait and read.
+Below them ``ProtocolDriver`` talks to the ps and the master for three pure machines: ``WorkerProtocol`` (exactly once),
 ``StepAdmission`` (consistency) and ``BatchesInHand`` (accumulation).
 """
 
@@ -17,10 +17,10 @@ from everstep.api.protocol_driver import ProtocolDriver
 from everstep.api.ps_gradients import PsGradients
 from everstep.api.ps_loop import PsLoop
 from everstep.api.schedule import JobSchedule
+from everstep.api.schedule_waits import ScheduleWaits
 from everstep.api.step_builder import StepBuilder
 from everstep.api.step_pusher import StepPusher
 from everstep.api.tables import TableSet
-from everstep.api.turn_waits import TurnWaits
 from everstep.api.worker_readings import WorkerReadings
 from everstep.config.consistency import parse_consistency
 from everstep.data.loader import Loader
@@ -28,14 +28,14 @@ from everstep.errors import EverstepError
 from everstep.ids import LeaseNo, TableId
 from everstep.model.placement import Placement
 from everstep.model.shard import Lease, split_key
-from everstep.model.turn import Turn
+from everstep.model.step_schedule import StepSchedule
 from everstep.net.messages import Beat
 from everstep.tables.batches_in_hand import BatchesInHand
 from everstep.tables.step_admission import StepAdmission
 
 
 class PsEngine:
-    """See the top of this file. A ``TrainingLoop`` and a ``TurnListener``."""
+    """See the top of this file. A ``TrainingLoop`` and a ``ScheduleListener``."""
 
     def __init__(self, runtime: WorkerRuntime, tables: TableSet) -> None:
         consistency = parse_consistency(runtime.spec.consistency)
@@ -46,7 +46,7 @@ class PsEngine:
         self._admission = StepAdmission(consistency, runtime.slot, runtime.incarnation, self._hand)
         self.driver = ProtocolDriver(runtime, self._admission, self._name_of)
         self.gradients = PsGradients(tables, JobSchedule(alone, several=runtime.spec.workers != 1), alone)
-        waits = TurnWaits(self.driver, self._hand, self.clock)
+        waits = ScheduleWaits(self.driver, self._hand, self.clock)
         self._pusher = StepPusher(self.driver, tables, self._hand, waits)
         self.builder = StepBuilder(
             self.driver, tables, self.gradients, self._hand, self._pusher, alone=alone, only=only
@@ -133,8 +133,8 @@ class PsEngine:
     def fail(self, error: EverstepError) -> None:
         self.driver.fail(error)
 
-    def turned(self, turn: Turn) -> None:
-        self.driver.turned(turn)
+    def scheduled(self, schedule: StepSchedule) -> None:
+        self.driver.scheduled(schedule)
 
     def welcomed(self) -> None:
         self.driver.welcomed()

@@ -10,10 +10,10 @@ from everstep.api.batch_item import BatchItem
 from everstep.api.batch_reader import BatchReader
 from everstep.api.protocol_driver import ProtocolDriver
 from everstep.api.ps_gradients import PsGradients
+from everstep.api.schedule_waits import ScheduleWaits
 from everstep.api.step_builder import StepBuilder
 from everstep.api.step_pusher import StepPusher
 from everstep.api.tables import TableSet
-from everstep.api.turn_waits import TurnWaits
 from everstep.brain.events import Fenced, PlanRegistered, Refused, Registered
 from everstep.data.loader import Loader
 from everstep.data.random_streams import STREAMS, seed_range
@@ -39,7 +39,7 @@ class PsLoop:
         tables: TableSet,
         gradients: PsGradients,
         hand: BatchesInHand,
-        waits: TurnWaits,
+        waits: ScheduleWaits,
         pusher: StepPusher,
         builder: StepBuilder,
     ) -> None:
@@ -112,7 +112,7 @@ class PsLoop:
             gate, protocol = driver.admission.gate, driver.protocol
             if gate is not None:
                 gate.leave()
-                driver.tell_place()
+                driver.report_clock()
             if ending.job_over or protocol.finished or not (protocol.held() or protocol.asking):
                 return
             driver.feed(lambda: protocol.leave(reason))
@@ -234,6 +234,6 @@ class PsLoop:
         if gate is not None and self._hand.kept:
             with driver.lock:
                 gate.leave(keeps=True)
-                driver.tell_place()
+                driver.report_clock()
         driver.settle()
         self._tables.refresh_dense()

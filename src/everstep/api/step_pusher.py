@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from everstep.api.protocol_driver import ProtocolDriver, nonfinite_error
+from everstep.api.schedule_waits import ScheduleWaits
 from everstep.api.tables import TableSet
-from everstep.api.turn_waits import TurnWaits
 from everstep.errors import ScriptError
 from everstep.tables.batches_in_hand import BatchesInHand
 from everstep.tables.computed_step import ComputedStep, Consumed, StepPayload, learnt_samples, samples_of
@@ -19,7 +19,7 @@ class StepPusher:
     ``in_hand``: samples of the batch that the script is at, or raised in; ``pushed``: this loop has pushed gradients;
     ``skipped``: steps whose gradient was not finite; ``left_out``: samples that the script has not stepped with."""
 
-    def __init__(self, driver: ProtocolDriver, tables: TableSet, hand: BatchesInHand, waits: TurnWaits) -> None:
+    def __init__(self, driver: ProtocolDriver, tables: TableSet, hand: BatchesInHand, waits: ScheduleWaits) -> None:
         self._driver, self._tables, self._hand, self._waits = driver, tables, hand, waits
         self._sync = driver.admission.sync
         self.in_hand = self.skipped = self.left_out = 0
@@ -99,4 +99,4 @@ class StepPusher:
         if gate is not None:
             with driver.lock:
                 gate.leave()
-                driver.tell_place()
+                driver.report_clock()

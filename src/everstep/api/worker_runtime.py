@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, cast
 
-from everstep.api.listeners import GroupListener, Listener, TurnListener
+from everstep.api.listeners import GroupListener, Listener, ScheduleListener
 from everstep.brain.events import (
     Answer,
     ChiefAsked,
@@ -199,7 +199,7 @@ class ProcessRuntime:
         if self._group is not None:
             self._group.welcomed()
         else:
-            cast(TurnListener, self._listener).welcomed()
+            cast(ScheduleListener, self._listener).welcomed()
 
     def _hello_again(self) -> None:
         if not self._placed.is_set() and self.control is not None:
@@ -214,9 +214,9 @@ class ProcessRuntime:
         elif isinstance(order, PublishGroup):
             if self._group is not None:
                 self._group.grouped(order.group)
-        elif isinstance(order, messages.NewTurn):
+        elif isinstance(order, messages.NewSchedule):
             if self._group is None:
-                cast(TurnListener, listener).turned(order.turn)
+                cast(ScheduleListener, listener).scheduled(order.schedule)
         elif isinstance(order, messages.TakeReplica):
             if self.on_replica is not None:
                 self.on_replica(order)

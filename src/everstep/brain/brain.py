@@ -129,7 +129,7 @@ class Brain:
         return self.shards.leases
 
     @property
-    def keeper(self) -> PartitionFacts:
+    def partitions(self) -> PartitionFacts:
         return self.concerns.placement.facts
 
     @property

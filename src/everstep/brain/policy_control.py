@@ -30,7 +30,7 @@ from everstep.model.plan import (
     Plan,
     Scale,
 )
-from everstep.model.turn import BatchShare
+from everstep.model.step_schedule import BatchShare
 from everstep.policies.scaling import refuse_workers
 
 MAX_ACTIONS = 16
@@ -216,7 +216,7 @@ def stale(
 def divide(control: PolicyControl, actions: Sequence[Action], here: Mapping[Slot, Incarnation]) -> None:
     """Have these workers (``here``: all that run) take what the actions say, from the next step on (mode ps, sync). Who
     is not named takes what it took."""
-    before = {p.slot: p for p in portions(control, here)}
+    before = {p.slot: p for p in batch_shares(control, here)}
     for action in actions:
         if isinstance(action, AdjustBatch):  # (passes are of the samples that they were made for)
             before |= {slot: BatchShare(slot, samples) for slot, samples in action.batch.items()}
@@ -224,15 +224,15 @@ def divide(control: PolicyControl, actions: Sequence[Action], here: Mapping[Slot
         if isinstance(action, AdjustAccum):
             told = {slot: passes for slot, passes in action.accum.items() if slot in before}
             before |= {slot: msgspec.structs.replace(before[slot], passes=passes) for slot, passes in told.items()}
-    control.divided = {slot: (here[slot], portion) for slot, portion in before.items()}
+    control.divided = {slot: (here[slot], batch_share) for slot, batch_share in before.items()}
 
 
-def portions(control: PolicyControl, here: Mapping[Slot, Incarnation]) -> tuple[BatchShare, ...]:
+def batch_shares(control: PolicyControl, here: Mapping[Slot, Incarnation]) -> tuple[BatchShare, ...]:
     """Return what the workers take of a step (mode ps, sync). Nothing of a plan is left once one of those that it names
     is gone: what the others take would be no whole step, and a new process may be faster or slower."""
     if any(here.get(slot) != incarnation for slot, (incarnation, _) in control.divided.items()):
         return ()
-    return tuple(portion for _, (_, portion) in sorted(control.divided.items()))
+    return tuple(batch_share for _, (_, batch_share) in sorted(control.divided.items()))
 
 
 def _tag(kind: type[Action]) -> str:

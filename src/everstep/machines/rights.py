@@ -305,8 +305,8 @@ def _scale(brain: Brain, who: Sender, r: ScaleAsked) -> str:
     return ""
 
 
-def _place(brain: Brain, who: Sender, r: wire.TellPlace) -> str:
-    bad = next((p.slot for p in r.place.parts if p.slot not in brain.members.workers), None)
+def _place(brain: Brain, who: Sender, r: wire.ClockReported) -> str:
+    bad = next((p.slot for p in r.clock.parts if p.slot not in brain.members.workers), None)
     return "" if bad is None else f"there is no worker:{bad}"
 
 
@@ -342,7 +342,7 @@ RIGHTS: Final[dict[type, Right]] = {
     ShardAsked: Right(_WORKER, _anyone, _ask_shard),
     ShardDone: Right(_WORKER, _anyone, _done),
     ShardReturned: Right(_WORKER, _anyone, _give_back),
-    wire.TellPlace: Right(_WORKER, _anyone, _place),
+    wire.ClockReported: Right(_WORKER, _anyone, _place),
     wire.ValuesReported: Right(_WORKER, _anyone, _anyone),
     ChiefAsked: Right(_WORKER, _anyone, _anyone),
     OnceAsked: Right(_WORKER, _anyone, lambda brain, who, r: "" if len(r.key) <= 255 else "its key is too long"),

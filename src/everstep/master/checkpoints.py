@@ -49,7 +49,7 @@ COMMIT_S = 60.0  # a place that does not take the manifest is tried again for so
 logger = logging.getLogger("everstep.master")
 
 
-class CheckpointKeeper:
+class CheckpointController:
     """Sees to checkpoints: ``tell(event)`` goes to the brain, by the journal, ``send(slot, order)`` to that ps, if it
     is connected, and ``send_worker`` to that worker. ``send(slot, order)``: to that ps, if it is connected;
     ``send_worker``: to that worker."""
@@ -84,7 +84,7 @@ class CheckpointKeeper:
         self._closing = threading.Event()
 
     def __repr__(self) -> str:
-        return f"<checkpoint keeper {self._every} to {self._url} {self._brain.checkpoints!r}>"
+        return f"<checkpoint controller {self._every} to {self._url} {self._brain.checkpoints!r}>"
 
     # ------------------------------------------------------------ life
 

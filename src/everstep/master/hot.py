@@ -20,7 +20,7 @@ BUSY_VARIABLE = "EVERSTEP_HOT_BUSY"
 _PREFIX = "load."
 
 
-class HotKeeper:
+class HotPartitionController:
     """Sees to hot partitions; ``tell(event)`` goes to the brain, by the journal. Soft state: a new master looks
     anew."""
 
@@ -41,9 +41,9 @@ class HotKeeper:
             return
         self._look_at = at + LOOK_S
         loads = self._loads(at)
-        if not self._patience.due(overloaded(loads, self._busy), at) or not brain.keeper.at_rest():
+        if not self._patience.due(overloaded(loads, self._busy), at) or not brain.partitions.at_rest():
             return
-        moves = choose_moves(loads, brain.keeper.may_move, self._busy)
+        moves = choose_moves(loads, brain.partitions.may_move, self._busy)
         if moves:
             self._patience.moved(at)
             rows = {slot: round(load.rows_per_s) for slot, load in sorted(loads.items())}

@@ -26,13 +26,13 @@ import msgspec
 
 from everstep.brain.brain import Brain
 from everstep.brain.events import FactType, PlanMade, PolicyDisabled, StepsCommitted
-from everstep.brain.policy_control import as_plan, as_returned, line, portions, refuse, said
+from everstep.brain.policy_control import as_plan, as_returned, batch_shares, line, refuse, said
 from everstep.config.renamed import POLICIES as RENAMED_POLICIES
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, Slot
 from everstep.model.observation import Observations, ServerSeen, WorkerSeen
 from everstep.model.plan import Plan
-from everstep.model.turn import BatchShare
+from everstep.model.step_schedule import BatchShare
 from everstep.monitor.stepclock import NEWS
 from everstep.policies.step_split import apportion
 from everstep.policies.stragglers.policy import SHIPPED, Policy
@@ -47,7 +47,7 @@ LIMIT_S = 10.0
 """So long one call of a policy may take."""
 
 
-class PolicyKeeper:
+class PolicyController:
     """Asks the policy: ``observe(at, span_s)`` gives what was seen, over windows of ``window_s`` seconds, of workers
     over ``span_s``. ``tell(event)``: to the brain. ``made()``, on any thread: a call has come to its end, so
     ``tick``."""
@@ -234,13 +234,15 @@ def _divided_ps(brain: Brain, workers: tuple[WorkerSeen, ...]) -> tuple[int, int
     (then ``accum``, as it told it, is more than 1), leaves nothing to divide."""
     if not workers or any(w.loader_batch <= 0 or w.accum > 1 for w in workers):
         return 0, 0, workers
-    told = {p.slot: p for p in portions(brain.state.control, {w.slot: w.incarnation for w in workers})}
+    told = {p.slot: p for p in batch_shares(brain.state.control, {w.slot: w.incarnation for w in workers})}
     out = []
     for w in workers:
-        portion = told.get(w.slot, BatchShare(w.slot, w.loader_batch, 1))
-        passes, micro = _passes(portion.samples, portion.in_passes(w.loader_batch), w.memory_batch)
+        batch_share = told.get(w.slot, BatchShare(w.slot, w.loader_batch, 1))
+        passes, micro = _passes(batch_share.samples, batch_share.in_passes(w.loader_batch), w.memory_batch)
         memory = brain.state.control.memory(w.slot, w.memory_batch, w.loader_batch)
-        out.append(msgspec.structs.replace(w, batch=micro, accum=passes, share=portion.samples, memory_batch=memory))
+        out.append(
+            msgspec.structs.replace(w, batch=micro, accum=passes, share=batch_share.samples, memory_batch=memory)
+        )
     return sum(w.share for w in out), max(w.loader_batch for w in out), tuple(out)
 
 
@@ -256,5 +258,5 @@ def _passes(samples: int, wanted: int, fits: int) -> tuple[int, int]:
 
 def _with_partitions(brain: Brain, seen: ServerSeen) -> ServerSeen:
     owned = brain.placement.owned_by(seen.slot) if brain.placement is not None else ()
-    closed = brain.keeper.closed_to(seen.slot)
+    closed = brain.partitions.closed_to(seen.slot)
     return msgspec.structs.replace(seen, owned=tuple(owned), partitions=len(owned), closed=closed)

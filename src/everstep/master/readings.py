@@ -211,13 +211,13 @@ class Readings:
     def _look_at_protection(self, brain: Brain, at: float) -> dict[str, int] | None:
         """Return the partitions by the losses that they survive, counted anew when the books of it have changed; how
         far what moves has come is counted by looking. None: nothing is protected."""
-        placement, keeper = brain.placement, brain.keeper
+        placement, partitions = brain.placement, brain.partitions
         if placement is None or not is_protected(brain):
             return None
-        key = (placement.version, len(keeper.books.ready), len(keeper.books.missing))
+        key = (placement.version, len(partitions.books.ready), len(partitions.books.missing))
         if self._levels is None or self._levels[0] != key:
-            self._levels = (key, keeper.levels(), keeper.lost_with_one_machine())
-        self._progress.look(keeper.moving() + keeper.rebuilding() + keeper.building(), at)
+            self._levels = (key, partitions.levels(), partitions.lost_with_one_machine())
+        self._progress.look(partitions.moving() + partitions.rebuilding() + partitions.building(), at)
         return self._levels[1]
 
     def summary(self, brain: Brain, at: float) -> SummaryFile:

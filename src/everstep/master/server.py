@@ -59,7 +59,7 @@ from everstep.brain.events import (
     Wait,
 )
 from everstep.brain.job import Phase
-from everstep.brain.turns import PaceKeeper
+from everstep.brain.schedule_controller import ScheduleController
 from everstep.brain.watch import TICK_S, HeartbeatWatch
 from everstep.config.load import read_spec
 from everstep.config.spec import JobSpec
@@ -67,21 +67,21 @@ from everstep.errors import EverstepError, FencedError, InternalError, PlatformE
 from everstep.ids import Incarnation, LeaseNo, NodeId, Slot
 from everstep.machines.causes import Causes
 from everstep.machines.dispatch import BrainError, Dispatch, Handled
-from everstep.master.checkpoints import CheckpointKeeper
+from everstep.master.checkpoints import CheckpointController
 from everstep.master.confirm import Confirmations
 from everstep.master.drills import Drills
 from everstep.master.hangs import Hangs
-from everstep.master.hot import HotKeeper
+from everstep.master.hot import HotPartitionController
 from everstep.master.metrics import MetricsServer
 from everstep.master.observe import Observer
-from everstep.master.policy import PolicyKeeper
+from everstep.master.policy import PolicyController
 from everstep.master.readings import METRICS_FILE, Readings
 from everstep.master.stalls import Stalls
 from everstep.master.store_server import StoreServer
 from everstep.model.decision import Decision
 from everstep.model.job_view import JobView
 from everstep.model.member import MemberKey, Role
-from everstep.model.turn import Turn
+from everstep.model.step_schedule import StepSchedule
 from everstep.monitor.prometheus import Key, MetricsPage
 from everstep.monitor.viewer import make_job_view, make_speed_view
 from everstep.net import messages as wire
@@ -166,7 +166,7 @@ class Master:
         self.clock = Clock(restored.at)
         self.watch = HeartbeatWatch(spec)
         self.readings = Readings(run_dir)
-        self.checkpoints = CheckpointKeeper(
+        self.checkpoints = CheckpointController(
             self.brain,
             spec,
             run_dir,
@@ -181,10 +181,12 @@ class Master:
         self.store = StoreServer()
         self.stalls = Stalls()
         self.hangs = Hangs(self.watch, self._reach_agent, self._note)
-        self.pace = PaceKeeper(self.brain, self.watch, spec, self.journal.incarnation, self._order_turn)
-        self.hot = HotKeeper(self.brain, self.readings, self._tell)
+        self.step_schedules = ScheduleController(
+            self.brain, self.watch, spec, self.journal.incarnation, self._order_schedule
+        )
+        self.hot = HotPartitionController(self.brain, self.readings, self._tell)
         self.observer = Observer(self.brain, self.readings, self.watch, run_dir)
-        self.policy = PolicyKeeper(
+        self.policy = PolicyController(
             brain=self.brain,
             spec=spec,
             observe=self.observer.observe,
@@ -224,7 +226,7 @@ class Master:
                 wire.Beat: self._beat,
                 wire.StackTaken: self._stack_taken,
                 wire.ValuesReported: self._report,
-                wire.TellPlace: self._tell_place,
+                wire.ClockReported: self._report_clock,
                 wire.MayEnd: self._may_end,
                 wire.StoreSet: lambda r, sender: self.store.set(r.generation, r.attempt, r.values),
                 wire.StoreGet: lambda r, sender: self.store.get(r.generation, r.attempt, r.keys, r.wait_s),
@@ -326,7 +328,7 @@ class Master:
     def _tell(self, fact: FactType, sender: Sender = MASTER, future: asyncio.Future[Answer] | None = None) -> None:
         """Hand a fact to the brain and queue what follows until it is durable."""
         if isinstance(fact, LeaseExpired):
-            self.pace.expired(fact)
+            self.step_schedules.expired(fact)
         try:
             handled = self.machine.tell(fact, sender)
         except BrainError as error:
@@ -338,7 +340,7 @@ class Master:
         self._failures_running = 0
         self.journal.maybe_snapshot(self.brain)
         self._undurable.append((handled, future))
-        self.pace.handled()
+        self.step_schedules.handled()
 
     def _failed_on(self, error: BrainError, future: asyncio.Future[Answer] | None) -> None:
         """Undo an event on which the brain raised. The event is not journaled; what handling it changed is undone by
@@ -428,8 +430,8 @@ class Master:
     def _order_worker(self, slot: Slot, order: wire.OrderType) -> None:
         self._order(self._members.get(MemberKey(Role.WORKER, slot)), order)
 
-    def _order_turn(self, slot: Slot, turn: Turn) -> None:
-        self._order_worker(slot, wire.NewTurn(turn))
+    def _order_schedule(self, slot: Slot, schedule: StepSchedule) -> None:
+        self._order_worker(slot, wire.NewSchedule(schedule))
 
     def _reach(self, key: MemberKey, order: wire.OrderType) -> bool:
         """Whether that member is connected, and so gets the order."""
@@ -586,10 +588,10 @@ class Master:
         self._write_metrics()  # at once: its worker may be gone, and this master killed, before the next line is due
         return _OK
 
-    def _tell_place(self, r: wire.TellPlace, who: Sender) -> Answer:
+    def _report_clock(self, r: wire.ClockReported, who: Sender) -> Answer:
         if self.brain.members.current(Role.WORKER, who.slot, who.incarnation) is None:
             return Fenced(f"worker:{who.slot} #{who.incarnation} was replaced")
-        self.pace.told(who.slot, who.incarnation, r.place)
+        self.step_schedules.report(who.slot, who.incarnation, r.clock)
         return _OK
 
     def _may_end(self, r: wire.MayEnd, who: Sender) -> Answer:
@@ -647,7 +649,7 @@ class Master:
             await asyncio.sleep(TICK_S)
             at = self.clock.now()
             self.watch.look(self.brain, at)
-            self.pace.tick(at)
+            self.step_schedules.tick(at)
             self.hangs.tick(at)
             for fact in self.watch.tick(at):
                 if isinstance(fact, MemberSilent) and fact.lost:

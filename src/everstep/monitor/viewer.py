@@ -223,19 +223,19 @@ def protection_view(brain: Brain, measured: Measured) -> ProtectionView | None:
     """None: nothing is protected, and nothing moves."""
     if not is_protected(brain):
         return None
-    keeper, spec = brain.keeper, brain.job.spec
-    levels = measured.levels if measured.levels is not None else keeper.levels()
+    partitions, spec = brain.partitions, brain.job.spec
+    levels = measured.levels if measured.levels is not None else partitions.levels()
     up = [record.member for record in brain.members.servers.values() if record.running]
-    worst, lost = measured.cover if measured.cover is not None else keeper.lost_with_one_machine()
+    worst, lost = measured.cover if measured.cover is not None else partitions.lost_with_one_machine()
     return ProtectionView(
         parity=spec.parity,
         protect=spec.protect,
         full=levels["full"],
         less=levels["less"],
         none=levels["none"],
-        moving=keeper.moving(),
-        rebuilding=keeper.rebuilding(),
-        building=keeper.building(),
+        moving=partitions.moving(),
+        rebuilding=partitions.rebuilding(),
+        building=partitions.building(),
         unconfirmed_bytes=int(sum(measured.of_member(m.key, m.incarnation).get("unconfirmed_bytes", 0.0) for m in up)),
         done_share=round(measured.done_share, 3),
         left_s=round(measured.left_s, 1),
@@ -247,8 +247,8 @@ def protection_view(brain: Brain, measured: Measured) -> ProtectionView | None:
 
 def is_protected(brain: Brain) -> bool:
     """Return whether there are mirrors, or partitions that nobody holds yet."""
-    keeper, placement = brain.keeper, brain.placement
-    return placement is not None and bool(keeper.code.m or keeper.books.missing or placement.mirrors)
+    partitions, placement = brain.partitions, brain.placement
+    return placement is not None and bool(partitions.code.m or partitions.books.missing or placement.mirrors)
 
 
 def checkpoint_view(brain: Brain) -> CheckpointView | None:

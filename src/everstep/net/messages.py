@@ -31,8 +31,8 @@ from everstep.model.group import Mark
 from everstep.model.job_view import JobView
 from everstep.model.member import Role
 from everstep.model.shard import Span, Token
+from everstep.model.step_schedule import StepSchedule, WorkerClock
 from everstep.model.table import TableSpec
-from everstep.model.turn import Turn, WorkerClock
 
 # ---------------------------------------------------------------- control plane: requests
 
@@ -119,13 +119,16 @@ class GetSpec(Query, frozen=True, tag="get_spec"):
     """Asks for the job's spec, from an agent that joins from another node. Answer: SpecReport."""
 
 
-class TellPlace(Query, frozen=True, tag="tell_place"):
-    """Says where this worker is (consistency sync and bounded). Answer: Ok; what follows for all comes as NewTurn."""
+class ClockReported(Query, frozen=True, tag="tell_place"):
+    """Says where this worker is (consistency sync and bounded). Answer: Ok; what follows for all comes as
+    NewSchedule."""
 
-    place: WorkerClock
+    clock: WorkerClock
 
 
-QueryType = Beat | ValuesReported | GetStatus | GetSpec | Drill | StoreSet | StoreGet | TellPlace | StackTaken | MayEnd
+QueryType = (
+    Beat | ValuesReported | GetStatus | GetSpec | Drill | StoreSet | StoreGet | ClockReported | StackTaken | MayEnd
+)
 """Requests that are answered from what the master knows, or that it keeps in memory: none becomes an event."""
 
 RequestType = Said | QueryType
@@ -210,10 +213,10 @@ class TakeStack(Order, frozen=True, tag="take_stack"):
     idle_s: float
 
 
-class NewTurn(Order, frozen=True, tag="new_turn"):
+class NewSchedule(Order, frozen=True, tag="new_turn", rename={"schedule": "turn"}):
     """Tells workers who may go on (consistency sync and bounded)."""
 
-    turn: Turn
+    schedule: StepSchedule
 
 
 OrderType = (
@@ -221,7 +224,7 @@ OrderType = (
     | StopProcess
     | PublishPlacement
     | PublishGroup
-    | NewTurn
+    | NewSchedule
     | ReleaseShards
     | RevokeLease
     | FinishJob

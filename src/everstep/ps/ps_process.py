@@ -134,7 +134,7 @@ class PsProcess:
             on_fenced=self._fenced,
             beat=self._beat,
         )
-        self.service.keeper.start(self._connect)
+        self.service.mirrors.start(self._connect)
         self._reporter = threading.Thread(target=self._report_for_ever, name="everstep-report", daemon=True)
         self._reporter.start()
 
@@ -160,7 +160,7 @@ class PsProcess:
             self.snapshots.close()
             if self._home is not None:
                 self._home.close()
-            self.service.keeper.close()
+            self.service.mirrors.close()
             self.server.close()
             self.control.close()
         if self._error is not None:
@@ -189,7 +189,7 @@ class PsProcess:
         be emptied, and another one to be started; its own end comes by the master, or after ``LEAVE_S``."""
         if not self._asked_to_go:
             return
-        machine = self.service.keeper.machine
+        machine = self.service.mirrors.machine
         if self._go_until:
             if time.monotonic() > self._go_until:
                 logger.warning(
@@ -226,9 +226,9 @@ class PsProcess:
         )
 
     def _hello(self) -> MemberJoined:
-        keeper = self.service.keeper
-        with keeper.lock:
-            holds = keeper.machine.holdings()
+        mirrors = self.service.mirrors
+        with mirrors.lock:
+            holds = mirrors.machine.holdings()
         return MemberJoined(Role.PS, self.slot, self.incarnation, self.node, os.getpid(), self.address, (), holds)
 
     def _welcomed(self, answer: Answered) -> None:
@@ -250,7 +250,7 @@ class PsProcess:
             case ReleaseShards(shards=shards):
                 self.service.release(shards)
             case TakeSnapshots(checkpoint=checkpoint, since=since, url=url):
-                partitions = self.service.keeper.machine.serving
+                partitions = self.service.mirrors.machine.serving
                 self.snapshots.take(checkpoint, since, url, partitions, self._snapshots_written)
             case Slow(factor=factor, for_s=for_s, burn=burn):
                 self.service.drag.order(factor, for_s, burn)
@@ -268,13 +268,13 @@ class PsProcess:
 
     def _report_for_ever(self) -> None:
         """Tell the master what became whole, a little later: much of it comes together. After a hello, all of it."""
-        keeper = self.service.keeper
+        mirrors = self.service.mirrors
         told: tuple[set[int], dict[PartitionId, tuple[int, Arrival]], set[int]] = (set(), {}, set())
         stuck: tuple[int, tuple[PartitionId, ...]] = (0, ())
         while not self._over.is_set():
             if not self._news.wait(_LOOK_S):
-                with keeper.lock:
-                    before, stuck = stuck, (keeper.machine.version, keeper.machine.stuck)
+                with mirrors.lock:
+                    before, stuck = stuck, (mirrors.machine.version, mirrors.machine.stuck)
                 if stuck[1] and stuck == before:  # no other placement came
                     self._tell(PartitionsReady(*stuck, Arrival.STUCK))
                 continue
@@ -283,12 +283,12 @@ class PsProcess:
             if self._again:
                 self._again = False
                 told = (set(), {}, set())
-            with keeper.lock:
-                complete, gained = set(keeper.machine.complete), dict(keeper.machine.gained)
-                torn = set(keeper.machine.torn)
-            mirrors, lacking = tuple(sorted(complete - told[0])), tuple(sorted(torn - told[2]))
-            if mirrors or lacking:
-                self._tell(MirrorsReady(mirrors, lacking))
+            with mirrors.lock:
+                complete, gained = set(mirrors.machine.complete), dict(mirrors.machine.gained)
+                torn = set(mirrors.machine.torn)
+            filled, lacking = tuple(sorted(complete - told[0])), tuple(sorted(torn - told[2]))
+            if filled or lacking:
+                self._tell(MirrorsReady(filled, lacking))
             new: dict[tuple[int, Arrival], list[PartitionId]] = {}
             for partition, key in sorted(gained.items()):
                 if told[1].get(partition) != key:
@@ -338,8 +338,8 @@ class PsProcess:
 
     def _beat(self) -> Beat:
         stats = self.service.store.stats()
-        keeper = self.service.keeper
-        machine, streams = keeper.machine, keeper.streams
+        mirrors = self.service.mirrors
+        machine, streams = mirrors.machine, mirrors.streams
         return Beat(
             readings={
                 **self._process.readings(),

@@ -7,7 +7,7 @@ the worker hears of it. If the log cannot be written, nothing is answered as app
 Two locks make the log say what happened:
 
 - the *gate*: pushes hold it shared; a cut holds it alone, so a cut's fingerprints are those of exactly the pushes
-  logged before it; and so does whatever changes which partitions are served (see ``keeper``);
+  logged before it; and so does whatever changes which partitions are served (see ``mirrors``);
 - a stripe by shard, held from the store's push to the log's append: records of one shard stand in the log in the
   order in which they were applied (a fenced lease never stands behind the one that fenced it).
 """
@@ -111,7 +111,7 @@ class PsService:
     the partitions that it changed have it. ``on_failure``: called once, from any thread, with one line, when this ps
     can no longer keep its promises (log not writable, out of memory in the middle of a push); every later request is
     answered Bad. ``load(partition, checkpoint)``: read that snapshot into the store, own it; raises EverstepError.
-    ``on_report()``: there is more to tell the master (``keeper.machine.complete``, ``ready``, ``torn``).
+    ``on_report()``: there is more to tell the master (``mirrors.machine.complete``, ``ready``, ``torn``).
     ``on_gave(partition)``.
     """
 
@@ -154,7 +154,7 @@ class PsService:
         self.load_of = PartitionLoad(store.n_partitions)
         self.meter = Meter()
         self.drag = Drag()
-        self.keeper = MirrorServer(store, slot, incarnation, self._gate, self._inbox, self._carry_out, self._fail)
+        self.mirrors = MirrorServer(store, slot, incarnation, self._gate, self._inbox, self._carry_out, self._fail)
 
     @classmethod
     def create(
@@ -184,12 +184,12 @@ class PsService:
     @property
     def version(self) -> int:
         """Return the version of the placement in force here; 0 before the first."""
-        return self.keeper.machine.version
+        return self.mirrors.machine.version
 
     @property
     def route(self) -> int:
         """Return the version of its routing: what pulls and pushes must have been routed by; 0 before the first."""
-        placement = self.keeper.machine.placement
+        placement = self.mirrors.machine.placement
         return placement.route if placement is not None else 0
 
     # ------------------------------------------------------------ what the master says
@@ -207,7 +207,7 @@ class PsService:
             raise InternalError(
                 f"a placement of {placement.partitions} partitions for a store of {self.store.n_partitions}"
             )
-        self.keeper.place(placement)
+        self.mirrors.place(placement)
         return True
 
     def release(self, shards: Sequence[int]) -> None:
@@ -216,13 +216,13 @@ class PsService:
             with self._lock:
                 self._released.extend(shards)
             # A partition that is being rebuilt must not change before its mirrors hear of its changes.
-            if not self.keeper.machine.unheard:
+            if not self.mirrors.machine.unheard:
                 self.store.release(list(shards))
 
     def _carry_out(self, actions: list[MirrorAction]) -> None:
         """Do what the machine wants done; the gate is held alone."""
         new = [a.partition for a in actions if isinstance(a, machine.Acquired) and a.how is Arrival.NEW]
-        if self._log is None and self.keeper.machine.placement is not None:
+        if self._log is None and self.mirrors.machine.placement is not None:
             header = audit_header(self.slot, self.incarnation, self.store.n_partitions, [int(b) for b in new])
             self._log = ChainWriter(self._audit_path, header)
             self._owned = np.array(sorted(new), np.int32)
@@ -246,7 +246,7 @@ class PsService:
                 case machine.Stuck(why=why) | machine.Torn(why=why):
                     logger.warning("%s", why)
         came = any(isinstance(a, machine.Acquired) and a.how is not Arrival.NEW for a in actions)
-        if came and self._released and not self.keeper.machine.unheard:
+        if came and self._released and not self.mirrors.machine.unheard:
             self.store.release(list(self._released))  # what came here may not have heard of them
 
     def _log_took(self, partition: PartitionId, how: Arrival) -> None:
@@ -266,10 +266,10 @@ class PsService:
             time.sleep(wait_s)
             if self.failure or self._finished:
                 return
-            with self.keeper.lock:
-                wanted = self.keeper.machine.wants_snapshot(partition, checkpoint)
+            with self.mirrors.lock:
+                wanted = self.mirrors.machine.wants_snapshot(partition, checkpoint)
             if not wanted:
-                with self.keeper.transition() as m:
+                with self.mirrors.transition() as m:
                     m.loaded(partition, checkpoint, there=False)
                 return
             try:
@@ -287,13 +287,13 @@ class PsService:
                 text = str(error) if isinstance(error, EverstepError) else f"{type(error).__name__}: {error}"
                 self._not_loaded(partition, checkpoint, text)
                 return
-            with self.keeper.transition() as m:
+            with self.mirrors.transition() as m:
                 m.loaded(partition, checkpoint)
             return
 
     def _not_loaded(self, partition: PartitionId, checkpoint: int, error: str) -> None:
         logger.error("partition %s of checkpoint %s cannot be loaded: %s", partition, checkpoint, error)
-        with self.keeper.transition() as m:
+        with self.mirrors.transition() as m:
             version = m.version
             m.loaded(partition, checkpoint, there=False, failed=True)
         if self.on_load_failed is not None:
@@ -306,7 +306,7 @@ class PsService:
         now_s = int(time.time())
         for partition in self._owned.tolist():
             with self._gate.shared():
-                if not self._finished and self.keeper.machine.serves(partition):
+                if not self._finished and self.mirrors.machine.serves(partition):
                     self.store.expire(partition, now_s)
 
     # ------------------------------------------------------------ the audit log
@@ -323,7 +323,7 @@ class PsService:
 
         Raises PlatformError when the log cannot be written, or could not be before.
         """
-        self.keeper.close()
+        self.mirrors.close()
         with self._gate.exclusive():
             if self._finished:
                 return
@@ -406,7 +406,7 @@ class PsService:
             case Pull():
                 return self._pull(request, body, arena)
             case Feed():
-                return self.keeper.feed(request, body), []
+                return self.mirrors.feed(request, body), []
             case OpenShard():
                 return self._open(request), []
             case Declare():
@@ -420,31 +420,31 @@ class PsService:
             case Stat():
                 return self._stat(), []
             case Want():
-                return self.keeper.want(request), []
+                return self.mirrors.want(request), []
             case FetchLog():
-                return self.keeper.tail(request)
+                return self.mirrors.tail(request)
             case HandOver():
-                return self.keeper.hand_over(request), []
+                return self.mirrors.hand_over(request), []
             case _:
                 return Bad(f"a parameter server has no answer to {type(request).__name__}"), []
 
     def _declare(self, request: Declare) -> Declared:
-        with self.keeper.lock:  # not in the middle of a step of a sweep
+        with self.mirrors.lock:  # not in the middle of a step of a sweep
             for spec in request.tables:
                 self.store.declare(spec)
         # A table counts as initialised where every partition that is to be here says so.
-        initialised = set(self.store.initialised()) if self.keeper.whole and len(self._owned) else set()
+        initialised = set(self.store.initialised()) if self.mirrors.whole and len(self._owned) else set()
         return Declared(self.incarnation, tuple(spec.id in initialised for spec in request.tables))
 
     def _open(self, request: OpenShard) -> Opened | ShardClosed | Moved:
         if not self.route:
             return Moved(0)  # no placement yet: the worker's is from the future
         deadline = time.monotonic() + self.wait_s
-        if request.version not in (0, self.route) or not self.keeper.wait_whole(deadline):
+        if request.version not in (0, self.route) or not self.mirrors.wait_whole(deadline):
             return Moved(self.route)
         with self._gate.shared():
             route = self.route
-            if request.version not in (0, route) or not self.keeper.whole:
+            if request.version not in (0, route) or not self.mirrors.whole:
                 return Moved(route)
             before = self.store.outbox_ticket()
             opened = self.store.open(request.shard, request.start, request.lease)
@@ -454,10 +454,10 @@ class PsService:
         if not self._confirm(before, b"", route, deadline):
             return Moved(self.route)
         partitions, marks = opened
-        if route == self.route and not np.array_equal(partitions, self.keeper.mine):
+        if route == self.route and not np.array_equal(partitions, self.mirrors.mine):
             # By all that is known here this cannot be: no worker could go on with such an answer.
             self._limit.warning(
-                f"ps:{self.slot} has partitions {partitions.tolist()}, the map says {self.keeper.mine.tolist()}"
+                f"ps:{self.slot} has partitions {partitions.tolist()}, the map says {self.mirrors.mine.tolist()}"
             )
             return Moved(self.route)
         return Opened(self.incarnation, partitions.astype("<i4").tobytes(), marks.astype("<i8").tobytes())
@@ -497,11 +497,12 @@ class PsService:
         wanted = [(part.table, _keys(part, source)) for part in parts]
         admitting = {spec.id: spec.candidates_id for spec in self.store.specs() if spec.admit_after}
         wanted += [(admitting[table], keys) for table, keys in wanted if table in admitting]
-        return not self.keeper.demand(wanted) or self._wait_changed(deadline, _ROWS_S)
+        return not self.mirrors.demand(wanted) or self._wait_changed(deadline, _ROWS_S)
 
     def _wait_changed(self, deadline: float, most_s: float | None = None) -> bool:
         with self.meter.waiting():
-            return self.keeper.wait_changed(deadline) if most_s is None else self.keeper.wait_changed(deadline, most_s)
+            limits = (deadline,) if most_s is None else (deadline, most_s)
+            return self.mirrors.wait_changed(*limits)
 
     def _pull_once(self, request: Pull, body: memoryview, arena: memoryview | None) -> Reply:
         source = _memory(body, arena, request.shm)
@@ -523,9 +524,9 @@ class PsService:
 
     def _serves(self, partitions: bytes) -> bool:
         """Return whether all addressed partitions (a bitmap; b"": all of this ps) are served."""
-        if self.keeper.whole or not partitions:
-            return self.keeper.whole
-        return all(self.keeper.machine.answers(PartitionId(b)) for b in bitmap_partitions(partitions))
+        if self.mirrors.whole or not partitions:
+            return self.mirrors.whole
+        return all(self.mirrors.machine.answers(PartitionId(b)) for b in bitmap_partitions(partitions))
 
     def _push(self, request: Push, body: memoryview, arena: memoryview | None) -> DataAnswer:
         """Apply a push, log it, have the mirrors confirm it; Moved: ask again, maybe with a newer map."""
@@ -537,7 +538,7 @@ class PsService:
                 if not self._wait_changed(deadline):
                     break
                 continue
-            if not self.keeper.room(deadline):
+            if not self.mirrors.room(deadline):
                 break
             faultpoints.reach("before_apply")
             before = self.store.outbox_ticket()
@@ -564,14 +565,14 @@ class PsService:
     def _confirm(self, before: int, partitions: bytes, version: int, deadline: float) -> bool:
         """Wait until the mirrors have what was in the outbox. False: that can not be said."""
         after = self.store.outbox_ticket()
-        if self.keeper.streams.is_done(after):
+        if self.mirrors.streams.is_done(after):
             return True
         if not self.acked:
-            self.keeper.drain()
+            self.mirrors.drain()
             return True
         faultpoints.reach("before_ack")
         with self.meter.waiting():
-            confirmed = self.keeper.confirmed(before, after, deadline)
+            confirmed = self.mirrors.confirmed(before, after, deadline)
         # Who stopped serving meanwhile may have done so because a mirror refused something.
         return confirmed and version == self.route and self._serves(partitions)
 
@@ -644,11 +645,11 @@ class PsService:
         deadline = time.monotonic() + self.wait_s
         source = _memory(body, arena, request.shm)
         part = request.part
-        if not self.keeper.wait_whole(deadline) or not self.keeper.room(deadline):
+        if not self.mirrors.wait_whole(deadline) or not self.mirrors.room(deadline):
             return Moved(self.route)
         before = self.store.outbox_ticket()
         with self._gate.shared():
-            if request.version != self.route or not self.keeper.whole:
+            if request.version != self.route or not self.mirrors.whole:
                 return Moved(self.route)
             rows = _rows(part, source, self.store.dim(part.table))
             self.store.put_absent(part.table, _keys(part, source), rows, int(time.time()))

@@ -50,8 +50,8 @@ from everstep.brain.events import (
     Welcome,
 )
 from everstep.brain.job import Phase
+from everstep.brain.schedule_controller import ScheduleController
 from everstep.brain.states import StateCheck
-from everstep.brain.turns import PaceKeeper
 from everstep.config.consistency import parse_consistency
 from everstep.ids import Incarnation, LeaseNo, NodeId, PartitionId, ShardKey, Slot
 from everstep.model.member import Address, MemberKey, Role
@@ -59,7 +59,7 @@ from everstep.model.placement import Placement
 from everstep.model.reasons import CheckpointReason
 from everstep.model.shard import Lease, ShardState, Span, Token, split_key
 from everstep.model.snapshot import Holdings, Manifest
-from everstep.model.turn import Turn, WorkerClock
+from everstep.model.step_schedule import StepSchedule, WorkerClock
 from everstep.native.ledger import PushLedger, SpanTuple
 from everstep.net.messages import Pushed
 from everstep.sim.kernel import Conn, SimClient, SimProcess, Violation
@@ -147,7 +147,9 @@ class SimMaster(SimProcess):
             handle(event)
         sim.replayed += len(disk.log) - position
         self.watch = sim.parts.watch(sim.spec)
-        self.pace = PaceKeeper(self.brain, self.watch, sim.spec, self.incarnation, self.order_turn, sim.parts.pacing)
+        self.step_schedules = ScheduleController(
+            self.brain, self.watch, sim.spec, self.incarnation, self.order_schedule, sim.parts.scheduler
+        )
         self.clock = max(EPOCH_S + self.kernel.now, disk.log[-1][0].at if disk.log else 0.0)
         for fact in sim.first_facts(self.brain):
             self.record(fact)
@@ -184,10 +186,10 @@ class SimMaster(SimProcess):
             return
         disk, sim = self.disk, self.sim
         if type(fact) is LeaseExpired:
-            self.pace.expired(fact)
+            self.step_schedules.expired(fact)
         event = Event(self.now(), fact, sender)
         instructions = self.brain.handle(event)
-        self.pace.handled()
+        self.step_schedules.handled()
         sim.brain_events += 1
         done = None
         if type(fact) is ShardDone:
@@ -368,7 +370,7 @@ class SimMaster(SimProcess):
             return
         now = self.now()
         self.watch.look(self.brain, now)
-        self.pace.tick(now)
+        self.step_schedules.tick(now)
         for event in self.watch.tick(now):
             self.record(event)
         if self.brain.job.waits_for_nodes and 0 < self.brain.job.nodes_due_at <= now:
@@ -381,13 +383,13 @@ class SimMaster(SimProcess):
 
     # ------------------------------------------------------------ turns
 
-    def order_turn(self, slot: Slot, turn: Turn) -> None:
-        self.sim.steps.says(turn)
-        self.order(("worker", slot), "turn", turn)
+    def order_schedule(self, slot: Slot, schedule: StepSchedule) -> None:
+        self.sim.steps.says(schedule)
+        self.order(("worker", slot), "schedule", schedule)
 
-    def on_place(self, conn: Conn, slot: Slot, incarnation: Incarnation, place: WorkerClock) -> None:
+    def on_clock(self, conn: Conn, slot: Slot, incarnation: Incarnation, clock: WorkerClock) -> None:
         if self.brain.members.current(Role.WORKER, slot, incarnation) is not None:
-            self.pace.told(slot, incarnation, place)
+            self.step_schedules.report(slot, incarnation, clock)
 
     # ------------------------------------------------------------ checkpoints, as master/checkpoints.py has them
 
@@ -780,7 +782,7 @@ class Worker(Child):
         self.leaving = False
         self.plan_known = False
         self.loop = 0  # of the script, from 1; it has one for each epoch, or counts none
-        self.pace = scenario.batch_s * (0.5 + rng.random())
+        self.step_schedules = scenario.batch_s * (0.5 + rng.random())
         self.stamps: dict[Slot, float] = {}
         self.soon: set[Slot] = set()  # ps that are asked again shortly
         self.master_stamp = 0.0
@@ -810,7 +812,7 @@ class Worker(Child):
             self.register()
         else:
             self.act(self.protocol.master_lost())
-        self.say_place(again=True)
+        self.report_clock(again=True)
         self.pump()
 
     def hello_again(self, conn: Conn) -> None:
@@ -841,9 +843,9 @@ class Worker(Child):
         if what == "revoke":
             self.act(self.protocol.revoked(args[0]))
             self.pump()
-        elif what == "turn" and self.gate is not None:
-            self.judge(self.gate.turn(args[0]))
-            self.say_place()
+        elif what == "schedule" and self.gate is not None:
+            self.judge(self.gate.schedule(args[0]))
+            self.report_clock()
             self.pump()
 
     def on_answer(self, conn: Conn, ask: int, answer: AnswerType) -> None:
@@ -928,7 +930,7 @@ class Worker(Child):
             if not self.holding and queue and work.joins(queue[0]) and rng.random() < 0.2:
                 work = work.join(queue.pop(0))
             self.busy = True
-            self.later(self.pace * (0.5 + rng.random()), self.computed, work)
+            self.later(self.step_schedules * (0.5 + rng.random()), self.computed, work)
         elif self.kept and not self.busy and protocol.ended:
             self.end_of_loop()
 
@@ -941,24 +943,24 @@ class Worker(Child):
             gate.work()
         elif not gate.pending and not self.busy and (protocol.waiting or protocol.finished):
             gate.rest()
-        self.say_place()
+        self.report_clock()
         if not queue and not self.busy and self.part and (protocol.waiting or protocol.finished):
             self.ready(gate)
         if queue and not self.busy and gate.may_begin():
             work = queue.pop(0)
             gate.begin(work)
             if gate.sync:
-                self.sim.steps.begins(self.key.slot, self.incarnation, work, gate.place().step)
+                self.sim.steps.begins(self.key.slot, self.incarnation, work, gate.clock().step)
             self.busy = True
-            self.later(self.pace * (0.5 + self.kernel.random()), self.computed, work)
+            self.later(self.step_schedules * (0.5 + self.kernel.random()), self.computed, work)
 
-    def say_place(self, again: bool = False) -> None:
+    def report_clock(self, again: bool = False) -> None:
         if self.gate is None or not self.plan_known or self.conn is None or not self.welcome:
             return
-        place = self.gate.due(again)
-        if place is not None:
+        clock = self.gate.due(again)
+        if clock is not None:
             server: Any = self.conn.server
-            self.net.to_server(self.conn, server.on_place, self.conn, self.key.slot, self.incarnation, place)
+            self.net.to_server(self.conn, server.on_clock, self.conn, self.key.slot, self.incarnation, clock)
 
     def judge(self, verdict: Verdict | None) -> None:
         if verdict is None:
@@ -1041,7 +1043,7 @@ class Worker(Child):
 
     def again(self) -> None:
         now = self.kernel.now
-        self.say_place(again=True)
+        self.report_clock(again=True)
         if not self.plan_known:
             self.register()
         elif now - self.master_stamp > OVERDUE_S:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from everstep.brain.pacing import Pacing
-from everstep.model.turn import Share
+from everstep.brain.step_scheduler import StepScheduler
+from everstep.model.step_schedule import ComputedShare
 from everstep.sim.mutations import Mutation
 from everstep.sim.simulation import Parts
 from everstep.tables.staleness_gate import Late, Pushing, StalenessGate, Verdict
@@ -18,8 +18,8 @@ class PushesLate(StalenessGate):
         self._part, self._stage = verdict.works, "ready"
         self._left = {work.key for work in verdict.works}
         self._begun = [(work.lease.no, work.lo, work.hi) for work in verdict.works]
-        self._step = max(0, self._turn.step if self._turn is not None else 0)
-        self._parts = (Share(*self._me, 1),)
+        self._step = max(0, self._schedule.step if self._schedule is not None else 0)
+        self._parts = (ComputedShare(*self._me, 1),)
         return Pushing(verdict.works, 1.0)
 
 
@@ -49,9 +49,9 @@ class PutsBackAsItWas(WorkerProtocol):
         return True
 
 
-class WaitsForTheLost(Pacing):
-    def look(self, here, holding, wanted, backup=-1, portions=()):  # type: ignore[no-untyped-def]
-        return super().look({**self._here, **here}, holding, wanted, backup, portions)
+class WaitsForTheLost(StepScheduler):
+    def look(self, here, holding, wanted, backup=-1, batch_shares=()):  # type: ignore[no-untyped-def]
+        return super().look({**self._here, **here}, holding, wanted, backup, batch_shares)
 
 
 PACED_MUTATIONS: tuple[Mutation, ...] = (
@@ -61,5 +61,5 @@ PACED_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "puts-back-as-it-was", "work that is put back goes to who had the buckets", Parts(protocol=PutsBackAsItWas)
     ),
-    Mutation("waits-for-the-lost", "who has died without a successor is waited for", Parts(pacing=WaitsForTheLost)),
+    Mutation("waits-for-the-lost", "who has died without a successor is waited for", Parts(scheduler=WaitsForTheLost)),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from everstep.ids import Incarnation, LeaseNo, Slot
-from everstep.model.turn import Turn
+from everstep.model.step_schedule import StepSchedule
 from everstep.sim.kernel import Violation
 from everstep.tables.worker_protocol import RangeWork
 
@@ -20,8 +20,8 @@ class NamedSteps:
         self.pushed: dict[tuple[int, Who], int] = {}
         self._number = 0
 
-    def says(self, turn: Turn) -> None:
-        self.named |= {(turn.step, (part.slot, part.incarnation)) for part in turn.parts}
+    def says(self, schedule: StepSchedule) -> None:
+        self.named |= {(schedule.step, (part.slot, part.incarnation)) for part in schedule.parts}
 
     def begins(self, slot: Slot, incarnation: Incarnation, work: RangeWork, step: int) -> None:
         """A worker pulls rows to compute ``work`` for ``step``."""

@@ -14,7 +14,7 @@ import msgspec
 
 from everstep.brain.brain import Brain
 from everstep.brain.events import DrainAsked, Event, FactType, Note, Reply, ScaleAsked
-from everstep.brain.pacing import Pacing
+from everstep.brain.step_scheduler import StepScheduler
 from everstep.brain.watch import HeartbeatWatch
 from everstep.ids import Incarnation, PartitionId, ShardKey, Slot
 from everstep.model.member import Role
@@ -51,7 +51,7 @@ class Parts(NamedTuple):
     machine: type[Machine] = Machine
     ps: type[MirrorPs] = MirrorPs
     store: type[SimStore] = SimStore
-    pacing: type[Pacing] = Pacing
+    scheduler: type[StepScheduler] = StepScheduler
     gate: type[StalenessGate] = StalenessGate
     early_replies: bool = False  # a shell that answers before the event is durable
     no_ps_incarnation: bool = False  # a ps that does not look at the token's incarnation
@@ -265,8 +265,8 @@ class Simulation:
     def check_apart(self) -> None:
         """Raise Violation if, at rest, units of a stripe share a machine although there are enough with ps."""
         brain = self.master.brain
-        placement, code = brain.placement, brain.keeper.code
-        if not self.master.alive or placement is None or not code.m or brain.job.over or not brain.keeper.at_rest():
+        placement, code = brain.placement, brain.partitions.code
+        if not self.master.alive or placement is None or not code.m or brain.job.over or not brain.partitions.at_rest():
             return
         at: dict[Slot, str] = {}
         for place in placement.servers:
@@ -384,9 +384,9 @@ class Simulation:
 
     def _bearable(self, placement: Placement, gone: set[Slot]) -> bool:
         """Return whether every partition could be had without the ps ``gone`` and the torn mirrors."""
-        keeper = self.master.brain.keeper
+        partitions = self.master.brain.partitions
         for switched in (False, True):  # a mirror's "ready" may be on its way: then the partition goes to who is lost
-            builder = keeper.builder()
+            builder = partitions.builder()
             builder.living = {p.slot for p in placement.servers if p.slot in builder.living} - gone
             builder.drop([m for m in builder.mirrors if m.id in self.torn])
             away = set(builder.missing)
@@ -396,7 +396,7 @@ class Simulation:
                 # ... or a partition's: then who handed it over has dropped it when the loss is noticed.
                 builder.missing = {b: p for b, p in builder.missing.items() if p.how is not How.HAND_OVER}
             builder.owner = [Slot(-1) if b in away else slot for b, slot in enumerate(builder.owner)]
-            if not builder.living or (recover(builder, keeper.snapshot_of).lost and not self.may_begin_again()):
+            if not builder.living or (recover(builder, partitions.snapshot_of).lost and not self.may_begin_again()):
                 return False
         return True
 
@@ -410,7 +410,7 @@ class Simulation:
     def may_begin_again(self) -> bool:
         """Whether nothing was released, and nothing is about to be: then what is lost may begin empty."""
         shards = self.master.brain.shards
-        return not shards.released and not shards.releasing and self.master.brain.keeper.may_begin_again()
+        return not shards.released and not shards.releasing and self.master.brain.partitions.may_begin_again()
 
     def record(self, fact: FactType) -> None:
         if self.master.alive and self.kernel.now >= self.master.paused_until:

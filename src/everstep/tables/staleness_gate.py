@@ -1,4 +1,4 @@
-"""Is a worker's side of ``brain/pacing.py``: when it may begin a batch, and whether its gradient counts. Pure.
+"""Is a worker's side of ``brain/step_scheduler.py``: when it may begin a batch, and whether its gradient counts. Pure.
 
 Bounded: batch number i (of this worker) begins when ``i - floor <= ahead``. Batches that were begun and are not
 settled are ``_begun``; so finished ones are counted without counting what was given up twice.
@@ -17,7 +17,7 @@ import msgspec
 
 from everstep.config.consistency import Consistency
 from everstep.ids import Incarnation, LeaseNo, Slot
-from everstep.model.turn import BatchShare, Share, State, Turn, WorkerClock
+from everstep.model.step_schedule import BatchShare, ComputedShare, State, StepSchedule, WorkerClock
 from everstep.tables.worker_protocol import RangeWork
 
 
@@ -58,9 +58,9 @@ class StalenessGate:
         "_parts",
         "_resting",
         "_said",
+        "_schedule",
         "_stage",
         "_step",
-        "_turn",
         "consistency",
         "late",
     )
@@ -69,7 +69,7 @@ class StalenessGate:
         self.consistency = consistency
         self.late = 0  # parts that came too late
         self._me = slot, incarnation
-        self._turn: Turn | None = None
+        self._schedule: StepSchedule | None = None
         self._begun: list[_Begun] = []  # batches begun and not settled
         self._finished = 0  # bounded
         self._before = 0  # sync: iterations of the job's scripts before this step
@@ -80,13 +80,13 @@ class StalenessGate:
         self._step = -1  # sync: of the part in hand, or of the one pushed last while its step is not over
         self._part: tuple[RangeWork, ...] = ()  # sync: computed
         self._left: set[tuple[LeaseNo, int, int, int]] = set()  # of it: not settled
-        self._parts: tuple[Share, ...] = ()  # sync: of the closed step
+        self._parts: tuple[ComputedShare, ...] = ()  # sync: of the closed step
         self._stage: State = "busy"  # sync, with a step: busy, ready (also while it is pushed), pushed
         self._resting = True
         self._said: WorkerClock | None = None
 
     def __repr__(self) -> str:
-        return f"<gate {self.consistency} {self.place()} {len(self._begun)} begun>"
+        return f"<gate {self.consistency} {self.clock()} {len(self._begun)} begun>"
 
     # ------------------------------------------------------------ facts
 
@@ -107,24 +107,28 @@ class StalenessGate:
     def may_begin(self, goes_on: bool = False) -> bool:
         """Return whether the rows of another batch may be pulled now. ``goes_on``: sync, of the batch in hand, in which
         there was a step already."""
-        turn = self._turn
-        if turn is None or turn.step < 0:
+        schedule = self._schedule
+        if schedule is None or schedule.step < 0:
             return False
         if not self.sync:
-            return self._finished + len(self._begun) - turn.step <= self.consistency.ahead
+            return self._finished + len(self._begun) - schedule.step <= self.consistency.ahead
         if self._step < 0:
-            return not turn.parts and (goes_on or not turn.inside)
+            return not schedule.parts and (goes_on or not schedule.inside)
         return self._stage == "busy"
 
-    def portion(self) -> BatchShare | None:
+    def batch_share(self) -> BatchShare | None:
         """Sync: what to take of the step under way; None: no plan says so, a batch of the loader."""
         me, _ = self._me
-        turn = self._turn
-        return next((p for p in turn.portions if p.slot == me), None) if self.sync and turn is not None else None
+        schedule = self._schedule
+        return (
+            next((p for p in schedule.batch_shares if p.slot == me), None)
+            if self.sync and schedule is not None
+            else None
+        )
 
-    def place(self) -> WorkerClock:
+    def clock(self) -> WorkerClock:
         """Return where this worker is."""
-        known = self._turn is not None and self._turn.step >= 0
+        known = self._schedule is not None and self._schedule.step >= 0
         if self._resting and not self._begun:
             return WorkerClock("idle", self._known)
         if not self.sync:
@@ -139,18 +143,18 @@ class StalenessGate:
 
     def due(self, again: bool = False) -> WorkerClock | None:
         """Return what to tell the master now; None: it knows all that it needs. ``again``: it may have forgotten."""
-        place, said = self.place(), self._said
+        clock, said = self.clock(), self._said
         if said is not None:
-            place = msgspec.structs.replace(place, number=said.number)
-            known = place == said or (place.state == "idle" == said.state)
-            known = known or (place.state == "ready" == said.state and place.step == said.step)
-            known = known or (self.sync and place.state == "busy" and said.state in ("busy", "pushed"))
+            clock = msgspec.structs.replace(clock, number=said.number)
+            known = clock == said or (clock.state == "idle" == said.state)
+            known = known or (clock.state == "ready" == said.state and clock.step == said.step)
+            known = known or (self.sync and clock.state == "busy" and said.state in ("busy", "pushed"))
             if known and not again:
                 return None
-        if place != said:
-            place = msgspec.structs.replace(place, number=place.number + 1)
-        self._said = place
-        return place
+        if clock != said:
+            clock = msgspec.structs.replace(clock, number=clock.number + 1)
+        self._said = clock
+        return clock
 
     # ------------------------------------------------------------ inputs
 
@@ -176,9 +180,9 @@ class StalenessGate:
         self._resting = False
         self._begun.append((work.lease.no, work.lo, work.hi))
         if self.sync and self._step < 0:
-            assert self._turn is not None
-            self._step, self._stage = self._turn.step, "busy"
-            self._before = max(self._before, self._turn.iterations)
+            assert self._schedule is not None
+            self._step, self._stage = self._schedule.step, "busy"
+            self._before = max(self._before, self._schedule.iterations)
 
     def iterate(self) -> None:
         """Sync: the script begins an iteration with what was begun last. (A further pass of a step is none.)"""
@@ -215,14 +219,14 @@ class StalenessGate:
         elif gone and not left and not self._part:
             self._end_step()  # nothing has come of it
 
-    def turn(self, turn: Turn) -> Verdict | None:
+    def schedule(self, schedule: StepSchedule) -> Verdict | None:
         """Take in a word of the master."""
-        if self._turn is not None and turn.order <= self._turn.order:
+        if self._schedule is not None and schedule.order <= self._schedule.order:
             return None
-        self._turn = turn
-        self._known = max(self._known, turn.step)
+        self._schedule = schedule
+        self._known = max(self._known, schedule.step)
         if not self.sync:
-            self._finished = max(self._finished, turn.step)
+            self._finished = max(self._finished, schedule.step)
             return None
         self._over()
         return self._judge()
@@ -231,7 +235,7 @@ class StalenessGate:
 
     def _over(self) -> None:
         """End the step of what was pushed."""
-        if self._stage == "pushed" and self._turn is not None and self._turn.step > self._step >= 0:
+        if self._stage == "pushed" and self._schedule is not None and self._schedule.step > self._step >= 0:
             self._end_step()
 
     def _end_step(self) -> None:
@@ -240,17 +244,17 @@ class StalenessGate:
         self._before, self._here = self._before + self._here, 0
 
     def _judge(self) -> Verdict | None:
-        works, turn = self._part, self._turn
-        if not works or turn is None or self._parts or turn.step < self._step:
+        works, schedule = self._part, self._schedule
+        if not works or schedule is None or self._parts or schedule.step < self._step:
             return None
-        if turn.step == self._step:
-            if not turn.parts:
+        if schedule.step == self._step:
+            if not schedule.parts:
                 return None
-            mine = next((p for p in turn.parts if (p.slot, p.incarnation) == self._me), None)
+            mine = next((p for p in schedule.parts if (p.slot, p.incarnation) == self._me), None)
             if mine is not None:
-                self._parts = turn.parts
-                several = len(turn.parts) > 1 or len(works) > 1
-                return Pushing(works, mine.samples / max(1, turn.samples), turn.step if several else -1)
+                self._parts = schedule.parts
+                several = len(schedule.parts) > 1 or len(works) > 1
+                return Pushing(works, mine.samples / max(1, schedule.samples), schedule.step if several else -1)
         self.late += 1
         self._part, self._begun, self._left = (), [], set()
         self._end_step()

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from everstep.config.consistency import Consistency
 from everstep.ids import Incarnation, Slot
-from everstep.model.turn import BatchShare, Turn, WorkerClock
+from everstep.model.step_schedule import BatchShare, StepSchedule, WorkerClock
 from everstep.tables.batches_in_hand import BatchesInHand
 from everstep.tables.computed_step import ComputedStep
 from everstep.tables.staleness_gate import Late, StalenessGate, Verdict
@@ -111,7 +111,7 @@ class StepAdmission:
         """Return what to take of a step: by a plan, or in several passes because a batch of the loader does not fit;
         else it is one batch of the loader."""
         assert self.gate is not None
-        told: BatchShare | None = None if self.accumulates else self.gate.portion()
+        told: BatchShare | None = None if self.accumulates else self.gate.batch_share()
         batch, fits = self.loader_batch, self.largest_batch
         if told is None:
             return PartSize() if self.accumulates or self.one_pass == batch else PartSize(batch, fits)
@@ -144,9 +144,9 @@ class StepAdmission:
         dropped = [work for found, none in zip(wholes, nothing, strict=True) if none for work in found]
         return self._judge(self.gate.ready(works, dropped, sum(step.counted for step in part), more))
 
-    def turn(self, turn: Turn) -> tuple[Judged, ...]:
+    def schedule(self, schedule: StepSchedule) -> tuple[Judged, ...]:
         """Take a word of the master: who may go on."""
-        return self._judge(self.gate.turn(turn)) if self.gate is not None else _NOTHING
+        return self._judge(self.gate.schedule(schedule)) if self.gate is not None else _NOTHING
 
     def due(self, again: bool = False) -> WorkerClock | None:
         """Return what to tell the master now; None: it knows all that it needs. ``again``: it may have forgotten."""

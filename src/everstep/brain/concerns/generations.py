@@ -66,8 +66,8 @@ class Generations(GroupPart):
         handed_on = bool(wanted or synced or self._awaited() or self.facts.saving) and not self.facts.void
         if handed_on and not any(map(self.facts.holds, wanted)):
             # One who has the state stays until somebody else has it for certain, or a checkpoint.
-            keeper = next((m for m in staying if self.facts.holds(m)), None)
-            wanted = [m for m in staying if m is keeper or not self.facts.leaves(m)]
+            stayer = next((m for m in staying if self.facts.holds(m)), None)
+            wanted = [m for m in staying if m is stayer or not self.facts.leaves(m)]
         wanted = admitted(wanted, synced, job.spec.logical_workers)
         hold = hold_words(len(wanted), least_workers(job, self.members)) if wanted else "every worker left"
         if self.facts.rests:

@@ -119,7 +119,7 @@ class PlanConcern(Concern):
             case Scale(workers=count):
                 return self.concerns.processes.scale_workers(count, told.at)
             case BackupWorkers(backup=backup):
-                self.state.control.backup = backup  # from the next step on: see brain.pacing
+                self.state.control.backup = backup  # from the next step on: see brain.step_scheduler
                 return []
             case _:
                 return []

@@ -34,8 +34,8 @@ class ExactShare(msgspec.Struct, frozen=True, array_like=True):
         return -(-self.samples // self.passes)
 
 
-def time_s(device: Device, portion: ExactShare) -> float:
-    return portion.passes * device.overhead_s + device.per_sample_s * portion.samples
+def time_s(device: Device, batch_share: ExactShare) -> float:
+    return batch_share.passes * device.overhead_s + device.per_sample_s * batch_share.samples
 
 
 def whole(samples: int, memory_batch: int) -> ExactShare:
@@ -56,26 +56,26 @@ def solve(total: int, devices: Sequence[Device]) -> tuple[ExactShare, ...]:
         raise ValueError(f"{total} samples cannot be divided among {len(devices)} devices")
     limit = times[first]
     reached = _reached(total, devices, kinds, limit)
-    portions: list[ExactShare] = []
+    batch_shares: list[ExactShare] = []
     left = total
     for i in range(len(devices) - 1, -1, -1):
         # of all that work out, what takes this device the shortest: nobody is kept busier than needed
         fits = (
-            (cost, n, portion)
-            for n, (cost, portion) in kinds[devices[i]].items()
+            (cost, n, batch_share)
+            for n, (cost, batch_share) in kinds[devices[i]].items()
             if cost <= limit and n <= left and reached[i] >> (left - n) & 1
         )
-        _, n, portion = min(fits, key=lambda item: item[:2])
-        portions.append(portion)
+        _, n, batch_share = min(fits, key=lambda item: item[:2])
+        batch_shares.append(batch_share)
         left -= n
-    return tuple(reversed(portions))
+    return tuple(reversed(batch_shares))
 
 
 def _cheapest(most: int, device: Device) -> dict[int, tuple[float, ExactShare]]:
     """Return, by number of samples up to ``most``, ascending, the shortest time in which the device computes so many,
     and how."""
-    portions = (whole(n, device.memory_batch) for n in range(1, most + 1))
-    return {portion.samples: (time_s(device, portion), portion) for portion in portions}
+    batch_shares = (whole(n, device.memory_batch) for n in range(1, most + 1))
+    return {batch_share.samples: (time_s(device, batch_share), batch_share) for batch_share in batch_shares}
 
 
 def _reached(

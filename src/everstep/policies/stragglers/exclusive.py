@@ -133,7 +133,7 @@ def exclusive(seen: Observations, state: ExclusiveState | None) -> tuple[Plan | 
         best = solve(total, devices)
     best_s = max(map(time_s, devices, best))
     worth = level_s >= BETTER * best_s
-    proposed = tuple(portion.samples for portion in best) if worth else level
+    proposed = tuple(batch_share.samples for batch_share in best) if worth else level
     state = ExclusiveState(
         fits, state.devices if same else devices, best, score, dict(zip(keys, proposed, strict=True)), changes
     )
@@ -143,7 +143,7 @@ def exclusive(seen: Observations, state: ExclusiveState | None) -> tuple[Plan | 
     if worth and score > 0:
         if now_s < clearly * best_s:
             return None, state
-        shares, passes = proposed, [portion.passes for portion in best]
+        shares, passes = proposed, [batch_share.passes for batch_share in best]
         words = f"the exact split takes {best_s * 1e3:.3g} ms a step, the one in force {now_s * 1e3:.3g} ms"
         rejected: tuple[str, ...] = ("in proportion to speed: whole passes and memory make it slower",)
     elif max(w.share for w in workers) > max(level):

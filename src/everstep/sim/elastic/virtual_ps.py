@@ -40,7 +40,7 @@ class VirtualPs:
         now, model, spec = job.kernel.now, job.model, job.spec
         one = 1.0 / spec.partitions
         missing = job.brain.state.protection.missing
-        width = job.brain.keeper.code.k
+        width = job.brain.partitions.code.k
         for place in placement.servers:
             life = (place.slot, place.incarnation)
             for partition, pending in missing.items():

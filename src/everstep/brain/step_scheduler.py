@@ -30,28 +30,29 @@ import msgspec
 
 from everstep.config.consistency import Consistency
 from everstep.ids import Incarnation, Slot
-from everstep.model.turn import BatchShare, Share, Turn, WorkerClock
+from everstep.model.step_schedule import BatchShare, ComputedShare, StepSchedule, WorkerClock
 
 
 class _Seen(msgspec.Struct):
     """Holds what a worker told last. ``out``: it does not count until it tells something else (its lease expired)."""
 
     incarnation: Incarnation
-    place: WorkerClock
+    clock: WorkerClock
     out: bool = False
 
 
-class Pacing:
-    """``told`` with what workers tell, ``look`` after the brain has changed; then ``turn`` is the word for all."""
+class StepScheduler:
+    """``report`` with what workers tell, ``look`` after the brain has changed; then ``schedule`` is the word for
+    all."""
 
     __slots__ = (
         "_backup_next",
+        "_batch_shares",
+        "_batch_shares_next",
         "_closed",
         "_going",
         "_here",
         "_number",
-        "_portions",
-        "_portions_next",
         "_seen",
         "_unheard",
         "backup",
@@ -65,12 +66,12 @@ class Pacing:
     def __init__(self, consistency: Consistency, master: Incarnation) -> None:
         self.consistency, self.master = consistency, master
         self.backup = self._backup_next = consistency.backup  # of the step under way; of the next one
-        self._portions: tuple[BatchShare, ...] = ()
-        self._portions_next: tuple[BatchShare, ...] = ()
+        self._batch_shares: tuple[BatchShare, ...] = ()
+        self._batch_shares_next: tuple[BatchShare, ...] = ()
         self.wanted = 0  # workers
         self.step = 0 if master == 1 else -1
         self.iterations = 0  # of the job's scripts, in all closed steps: the most that a worker has told of
-        self._closed: dict[Slot, Share] = {}
+        self._closed: dict[Slot, ComputedShare] = {}
         self._going: set[Slot] = set()  # in the middle of an iteration, which goes on with the step under way
         self._seen: dict[Slot, _Seen] = {}
         self._here: dict[Slot, Incarnation] = {}
@@ -79,13 +80,15 @@ class Pacing:
 
     def __repr__(self) -> str:
         what = f"closed with {sorted(self._closed)}" if self._closed else "open"
-        return f"<pacing {self.consistency} step {self.step} {what}, {len(self._seen)} workers>"
+        return f"<step scheduler {self.consistency} step {self.step} {what}, {len(self._seen)} workers>"
 
     @property
-    def turn(self) -> Turn:
+    def schedule(self) -> StepSchedule:
         parts = tuple(share for _, share in sorted(self._closed.items()))
         step = -1 if self._unheard or self._unheard is None else self.step
-        return Turn(self.master, self._number, step, parts, self._portions, self.iterations, bool(self._going))
+        return StepSchedule(
+            self.master, self._number, step, parts, self._batch_shares, self.iterations, bool(self._going)
+        )
 
     @property
     def quorum(self) -> int:
@@ -98,8 +101,8 @@ class Pacing:
         if seen is None or seen.out:
             return False
         if self.consistency.kind == "sync":
-            return seen.place.state != "busy" or seen.place.step < self.step
-        return seen.place.state != "busy" or seen.place.step > self.step
+            return seen.clock.state != "busy" or seen.clock.step < self.step
+        return seen.clock.state != "busy" or seen.clock.step > self.step
 
     def working(self) -> tuple[Slot, ...]:
         """Return workers that take part now."""
@@ -113,17 +116,17 @@ class Pacing:
         holding: Collection[Slot],
         wanted: int,
         backup: int = -1,
-        portions: tuple[BatchShare, ...] = (),
+        batch_shares: tuple[BatchShare, ...] = (),
     ) -> bool:
         """Look at who is there; return whether a word is due. ``here``: the processes that run, by slot; ``holding``:
-        those who hold a lease; ``wanted``: workers of the job; ``backup`` (-1: as the job says), ``portions``: from the
-        next step on. Whether ``turn`` changed."""
+        those who hold a lease; ``wanted``: workers of the job; ``backup`` (-1: as the job says), ``batch_shares``: from
+        the next step on. Whether ``schedule`` changed."""
         before = self._state()
         self.wanted = wanted
         self._backup_next = backup if backup >= 0 else self.consistency.backup
-        self._portions_next = portions
+        self._batch_shares_next = batch_shares
         if self.step < 0 or not self._seen:  # nothing of a step is known, or nobody has begun one
-            self.backup, self._portions = self._backup_next, portions
+            self.backup, self._batch_shares = self._backup_next, batch_shares
         self._here = dict(here)
         if self._unheard is None:
             self._unheard = set(holding)
@@ -132,29 +135,29 @@ class Pacing:
             del self._seen[slot]
         return self._settle(before)
 
-    def told(self, slot: Slot, incarnation: Incarnation, place: WorkerClock) -> bool:
-        """A worker told where it is. Whether ``turn`` changed."""
+    def report(self, slot: Slot, incarnation: Incarnation, clock: WorkerClock) -> bool:
+        """A worker told where it is. Whether ``schedule`` changed."""
         before = self._state()
         if self._here.get(slot, incarnation) > incarnation:
             return False
         self._here[slot] = incarnation
         seen = self._seen.get(slot)
-        if seen is not None and seen.incarnation == incarnation and seen.place.number >= place.number:
+        if seen is not None and seen.incarnation == incarnation and seen.clock.number >= clock.number:
             return False
-        self._seen[slot] = _Seen(incarnation, place)
+        self._seen[slot] = _Seen(incarnation, clock)
         if self._unheard:
             self._unheard.discard(slot)
         if self.consistency.kind == "sync":
-            if place.step > self.step:
-                self.step, self._closed = place.step, {}
-            if place.state != "ready":
-                self.iterations = max(self.iterations, place.iterations)
-            if place.step == self.step and place.parts and not self._closed:
-                self._closed = {part.slot: part for part in place.parts}
+            if clock.step > self.step:
+                self.step, self._closed = clock.step, {}
+            if clock.state != "ready":
+                self.iterations = max(self.iterations, clock.iterations)
+            if clock.step == self.step and clock.parts and not self._closed:
+                self._closed = {part.slot: part for part in clock.parts}
         return self._settle(before)
 
     def expired(self, slot: Slot) -> bool:
-        """A lease of this worker was taken back because it did not get on. Whether ``turn`` changed."""
+        """A lease of this worker was taken back because it did not get on. Whether ``schedule`` changed."""
         before = self._state()
         if (seen := self._seen.get(slot)) is not None:
             seen.out = True
@@ -163,11 +166,11 @@ class Pacing:
     # ------------------------------------------------------------ inside
 
     def _state(self) -> tuple[object, ...]:
-        turn = self.turn
-        return turn.step, turn.parts, turn.portions, turn.inside
+        schedule = self.schedule
+        return schedule.step, schedule.parts, schedule.batch_shares, schedule.inside
 
     def _active(self) -> dict[Slot, _Seen]:
-        active = {s: seen for s, seen in self._seen.items() if not seen.out and seen.place.state != "idle"}
+        active = {s: seen for s, seen in self._seen.items() if not seen.out and seen.clock.state != "idle"}
         return {s: seen for s, seen in active.items() if s in self._going} if self._going else active
 
     def _settle(self, before: tuple[object, ...]) -> bool:
@@ -182,10 +185,10 @@ class Pacing:
                         pass
             else:
                 active = self._active().values()
-                told = [seen.place.step for seen in active if seen.place.state != "new"]
-                if self.step >= 0 and len(told) < len(active):
-                    told.append(self.step)  # it begins there, and is about to say so
-                self.step = max([self.step, 0, *([min(told)] if told else [])])
+                reported = [seen.clock.step for seen in active if seen.clock.state != "new"]
+                if self.step >= 0 and len(reported) < len(active):
+                    reported.append(self.step)  # it begins there, and is about to say so
+                self.step = max([self.step, 0, *([min(reported)] if reported else [])])
         if self._state() == before:
             return False
         self._number += 1
@@ -196,29 +199,29 @@ class Pacing:
         if self._closed:
             if any(self._owes(share) for share in self._closed.values()):
                 return False
-            more = {slot for slot in self._closed if slot in self._seen and self._seen[slot].place.more}
+            more = {slot for slot in self._closed if slot in self._seen and self._seen[slot].clock.more}
             self.step, self._closed, self._going = self.step + 1, {}, more
-            self.backup, self._portions = self._backup_next, self._portions_next
+            self.backup, self._batch_shares = self._backup_next, self._batch_shares_next
             return True
         active = self._active()
         ready = {
-            slot: Share(slot, seen.incarnation, seen.place.samples)
+            slot: ComputedShare(slot, seen.incarnation, seen.clock.samples)
             for slot, seen in active.items()
-            if seen.place.state == "ready" and seen.place.step == self.step
+            if seen.clock.state == "ready" and seen.clock.step == self.step
         }
         if not ready or len(ready) < self.quorum:
             return False
         self._closed = ready
-        self.iterations = max(self.iterations, *(active[slot].place.iterations for slot in ready))
+        self.iterations = max(self.iterations, *(active[slot].clock.iterations for slot in ready))
         return True
 
-    def _owes(self, share: Share) -> bool:
+    def _owes(self, share: ComputedShare) -> bool:
         """Return whether a named worker is still to push its part."""
         if self._here.get(share.slot) != share.incarnation:
             return False
         seen = self._seen.get(share.slot)
         if seen is None:
             return True  # a new master has not heard it
-        if seen.out or seen.place.step > self.step or seen.place.state in ("idle", "new"):
+        if seen.out or seen.clock.step > self.step or seen.clock.state in ("idle", "new"):
             return False
-        return seen.place.state != "pushed"
+        return seen.clock.state != "pushed"

@@ -17,7 +17,7 @@ _PATIENCE_S = 0.15  # three times as long as the master lets a worker wait befor
 _SAY_AGAIN_S = 1.0  # where we are, while we wait for the others: a word may have been lost
 
 
-class TurnWaits:
+class ScheduleWaits:
     """See the top of this file. ``stop``: of a loop, set when it is over."""
 
     def __init__(self, driver: ProtocolDriver, hand: BatchesInHand, clock: StepClock) -> None:
@@ -25,7 +25,7 @@ class TurnWaits:
         self._ending, self._admission = driver.ending, driver.admission
 
     def __repr__(self) -> str:
-        return f"<TurnWaits of {self._driver}>"
+        return f"<ScheduleWaits of {self._driver}>"
 
     def work(self, stop: threading.Event) -> RangeWork | None:
         """Return the next work; None: there is none any more, or the loop is to end. Raises the failure."""
@@ -44,7 +44,7 @@ class TurnWaits:
                 if work is not None:
                     if gate is not None:
                         gate.work()
-                        driver.tell_place()
+                        driver.report_clock()
                     return work
                 if gate is not None:
                     self._rest(gate, nothing_at)
@@ -61,10 +61,10 @@ class TurnWaits:
             driver.close_part()  # it stays smaller
         if admission.sync and over and hand.kept and protocol.pending and self._rests(nothing_at):
             gate.leave(keeps=True)  # the others need not wait for a step that we may never make
-            driver.tell_place()
+            driver.report_clock()
         if not gate.pending and (protocol.waiting or protocol.finished) and self._rests(nothing_at):
             gate.rest()
-            driver.tell_place()
+            driver.report_clock()
 
     def _rests(self, since: float) -> bool:
         """Sync: whether a worker that has had nothing to do ``since`` is not to be waited for any more: the next epoch
@@ -103,7 +103,7 @@ class TurnWaits:
                     return True
                 if time.monotonic() >= say_at:
                     say_at = time.monotonic() + _SAY_AGAIN_S
-                    driver.tell_place(again=True)
+                    driver.report_clock(again=True)
                 driver.changed.wait(_TICK_S)
 
     def _fits(self, work: RangeWork) -> bool:
@@ -139,7 +139,7 @@ class TurnWaits:
                 if self._ending.stopping or gate.may_begin():
                     gate.begin(work)
                     return
-                driver.tell_place(again=True)
+                driver.report_clock(again=True)
                 driver.changed.wait(_TICK_S)
 
     def next_step(self) -> None:
@@ -155,7 +155,7 @@ class TurnWaits:
                 if gate.may_begin(goes_on=True):
                     gate.begin(left)
                     return
-                driver.tell_place(again=True)
+                driver.report_clock(again=True)
                 driver.changed.wait(_TICK_S)
 
     def verdict(self, until: float) -> None:

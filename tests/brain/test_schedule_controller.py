@@ -1,4 +1,4 @@
-"""What the keeper of turns takes from the brain: whose portions a step has."""
+"""What the controller of step schedules takes from the brain: whose batch shares a step has."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from everstep.brain.policy_control import PolicyControl, divide
+from everstep.brain.schedule_controller import ScheduleController
 from everstep.brain.shards import Shards
-from everstep.brain.turns import PaceKeeper
 from everstep.brain.watch import HeartbeatWatch
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, Slot
 from everstep.model.plan import AdjustBatch
 from everstep.model.shard import ShardSchedule
-from everstep.model.turn import Turn, WorkerClock
+from everstep.model.step_schedule import StepSchedule, WorkerClock
 
 ONE = Incarnation(1)
 
@@ -23,7 +23,7 @@ ONE = Incarnation(1)
 @pytest.mark.parametrize(
     ("holding", "left", "divided"), [((0, 1), False, True), ((0,), True, True), ((0,), False, False)]
 )
-def test_what_is_left_when_no_shard_is_to_be_had_is_not_trained_in_a_slow_ones_portions(
+def test_what_is_left_when_no_shard_is_to_be_had_is_not_trained_in_a_slow_ones_batch_share(
     holding: tuple[int, ...], left: bool, divided: bool
 ) -> None:
     control, spec = PolicyControl(), JobSpec(workers=2, consistency="sync")
@@ -36,10 +36,12 @@ def test_what_is_left_when_no_shard_is_to_be_had_is_not_trained_in_a_slow_ones_p
         shards=SimpleNamespace(all_out=not left),
         job=SimpleNamespace(workers_wanted=2),
     )
-    turns: list[Turn] = []
-    keeper = PaceKeeper(brain, HeartbeatWatch(spec), spec, ONE, lambda slot, turn: turns.append(turn))
-    keeper.told(Slot(0), ONE, WorkerClock("new", number=1))
-    assert {p.slot for p in turns[-1].portions} == ({0, 1} if divided else set())
+    told: list[StepSchedule] = []
+    controller = ScheduleController(
+        brain, HeartbeatWatch(spec), spec, ONE, lambda slot, schedule: told.append(schedule)
+    )
+    controller.report(Slot(0), ONE, WorkerClock("new", number=1))
+    assert {p.slot for p in told[-1].batch_shares} == ({0, 1} if divided else set())
 
 
 def test_all_shards_are_out_when_none_of_an_epoch_asked_for_is_to_do() -> None:

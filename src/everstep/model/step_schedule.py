@@ -10,7 +10,7 @@ from everstep.bounds import Whole, WholeOrNone
 from everstep.ids import Incarnation, Slot
 
 
-class Share(msgspec.Struct, frozen=True, array_like=True):
+class ComputedShare(msgspec.Struct, frozen=True, array_like=True):
     """Is one worker's part of a step: its samples, of which it has the gradient."""
 
     slot: Slot
@@ -31,22 +31,22 @@ class BatchShare(msgspec.Struct, frozen=True, array_like=True):
         return self.passes or -(-self.samples // batch)
 
 
-class Turn(msgspec.Struct, frozen=True, array_like=True):
+class StepSchedule(msgspec.Struct, frozen=True, array_like=True):
     """Says where the job is, by the master. Words of one master are numbered; a later master's replace an earlier
     one's.
 
     Sync: ``step`` is under way. ``parts`` empty: its gradients are being computed. Else it is closed: these parts are
     it, and are being pushed; the next step begins when all ps have them. Bounded: ``step`` is how many batches the
-    slowest worker has finished. -1: not known yet (a new master asks around). ``portions``: of this step; who is not
-    named takes a batch of its loader. ``iterations``: of the job's scripts, in all closed steps.
+    slowest worker has finished. -1: not known yet (a new master asks around). ``batch_shares``: of this step; who is
+    not named takes a batch of its loader. ``iterations``: of the job's scripts, in all closed steps.
     ``inside``: the step under way goes on with an iteration that has stepped before; nobody begins with it.
     """
 
     master: Incarnation
     number: int
     step: int = -1
-    parts: tuple[Share, ...] = ()
-    portions: tuple[BatchShare, ...] = ()
+    parts: tuple[ComputedShare, ...] = ()
+    batch_shares: tuple[BatchShare, ...] = ()
     iterations: Whole = 0
     inside: bool = False
 
@@ -78,7 +78,7 @@ class WorkerClock(msgspec.Struct, frozen=True, array_like=True):
     state: State
     step: WholeOrNone = -1
     samples: Whole = 0
-    parts: tuple[Share, ...] = ()
+    parts: tuple[ComputedShare, ...] = ()
     number: Whole = 0
     iterations: Whole = 0
     more: bool = False
