@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from everstep.brain import events as said
 from everstep.brain.brain import Brain
 from everstep.brain.events import Event, MemberJoined, NodeJoined, NodeLost, NodesDue, Note, PublishPlacement, by_ps
+from everstep.config.parity import parse_code
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.member import Address, Role
@@ -24,9 +27,10 @@ class Job:
     def __init__(self, **fields: Any) -> None:
         self.brain, self.at = Brain(), 100.0
         self.notes: list[str] = []
+        self.maps = 0
         self.starting: list[said.StartProcess] = []
         self.stopping: list[said.StopProcess] = []
-        self.spec = JobSpec(workers=0, partitions=24, max_restarts=1000, **fields)
+        self.spec = JobSpec(**{"workers": 0, "partitions": 24, "max_restarts": 1000} | fields)
         self.tell(said.MasterStarted(Incarnation(1), self.spec, settles=True))
 
     def tell(self, fact: said.FactType, by: said.Sender = said.MASTER) -> None:
@@ -40,7 +44,8 @@ class Job:
                 case said.StopProcess(role=Role.PS):
                     self.stopping.append(instruction)
                 case PublishPlacement():
-                    pass
+                    self.maps += 1
+                    assert self.maps < 200, f"the maps do not come to rest: {self.notes[-3:]} {instruction.decision}"
         self.brain.validate()
 
     def join(self, node: NodeId, machine: str = "", ps: int = 8, zone: str = "") -> None:
@@ -208,3 +213,36 @@ def test_too_few_machines_is_said() -> None:
     wide.join(HOME_NODE, "ma", ps=0)
     wide.tell(NodeJoined(B, "", 1, 8, machine="mb"))
     assert Slot(0) in wide.brain.members.servers
+
+
+@pytest.mark.parametrize("parity", ["0", "1+1", "1+2", "2+1", "4+2"])
+@pytest.mark.parametrize("extra", [0, 1])
+@pytest.mark.parametrize("nodes", [2, 3])
+def test_a_drained_node_is_emptied_also_where_too_few_ps_are_left_for_the_parity(
+    parity: str, extra: int, nodes: int
+) -> None:
+    """With one ps left, a mirror at it was made beside its partition and dropped again, for ever."""
+    code = parse_code(parity)
+    job = Job(ps=max(2, code.width) + extra, parity=parity, nodes=nodes)
+    job.join(HOME_NODE, "ma", ps=0)
+    for node, machine in ((B, "mb"), (C, "mc"))[: nodes - 1]:
+        job.join(node, machine)
+    emptied = {slot for slot, node in job.nodes.items() if node == B}
+    assert emptied
+    job.tell(said.DrainAsked(B, 30.0), said.Sender("command"))
+    job.settle()
+    assert job.brain.job.exit_code is None and B not in job.nodes.values(), job.notes[-5:]
+    job.later(20.0)
+    version = job.brain.placement.version if job.brain.placement is not None else 0
+    job.later(20.0)
+    assert job.brain.placement is not None and job.brain.placement.version == version, "it is at rest"
+    assert len(job.nodes) == job.spec.ps, "each ps that was emptied is started elsewhere"
+
+
+def test_the_last_ps_makes_no_mirrors_of_its_own_partitions() -> None:
+    job = Job(ps=2, parity="1+1", max_restarts=0)
+    job.join(HOME_NODE, "ma", ps=0)
+    job.tell(said.ProcessExited(Role.PS, Slot(1), job.brain.members.servers[Slot(1)].member.incarnation, -9))
+    job.settle()
+    placement = job.brain.placement
+    assert placement is not None and set(placement.owner) == {0} and not placement.mirrors

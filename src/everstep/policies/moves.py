@@ -101,12 +101,16 @@ def _mirrors(builder: PlacementBuilder, layout: StripeLayout, steps: MoveSteps, 
         members = builder.members(stripe)
         if any(b in builder.missing for b in members):
             continue  # a recovery may need what there is, and nothing can be made before it is over
+        if _worthless(builder, layout, stripe, row):
+            if all(_is_made(builder, layout, rows, stripe, other) for other in range(builder.code.m)):
+                _drop(builder, rows.get((stripe, row), []), steps)  # at a ps that leaves: there is no place for it
+            continue
         site, have = layout.sites[stripe][row], rows.get((stripe, row), [])
         there = sorted((m for m in have if m.at == site), key=lambda m: (m.id not in builder.ready, m.id))
         spare = [m for m in have if m.at != site and m.id in builder.ready]
         if there and there[0].id in builder.ready:
             owners = {builder.owner[b] for b in members}
-            if site in owners:  # its place is still taken by a member that is to move away
+            if any(builder.owner[b] == site != layout.owner[b] for b in members):  # a member there is to move away
                 spare = [m for m in spare if m.at not in owners]
             else:
                 spare = []
@@ -116,6 +120,25 @@ def _mirrors(builder: PlacementBuilder, layout: StripeLayout, steps: MoveSteps, 
             builder.add(members, site, row, MirrorKind.PARITY)
             building[site] = building.get(site, 0) + 1
             steps.built += 1
+
+
+def _worthless(builder: PlacementBuilder, layout: StripeLayout, stripe: int, row: int) -> bool:
+    """Return whether this row's mirror would be a second copy beside the only partition it has: too few ps are left."""
+    members = builder.members(stripe)
+    return len(members) == 1 and layout.sites[stripe][row] == builder.owner[members[0]] == layout.owner[members[0]]
+
+
+def _is_made(
+    builder: PlacementBuilder,
+    layout: StripeLayout,
+    rows: dict[tuple[int, int], list[Mirror]],
+    stripe: int,
+    row: int,
+) -> bool:
+    """Return whether this row's mirror is complete at its place, or worth nothing there."""
+    site = layout.sites[stripe][row]
+    there = any(m.at == site and m.id in builder.ready for m in rows.get((stripe, row), []))
+    return there or _worthless(builder, layout, stripe, row)
 
 
 def _begin(builder: PlacementBuilder, layout: StripeLayout, steps: MoveSteps) -> None:
