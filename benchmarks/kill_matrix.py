@@ -36,7 +36,7 @@ from benchmarks._measure import ROOT, Child, Result, everstep, median, p95, say,
 from everstep.brain.events import Granted, MasterStarted, Reply, ShardAsked
 from everstep.errors import EverstepError
 from everstep.monitor.audit import PsLog, audit, read_log
-from everstep.monitor.facts import JobFacts, JournalReader
+from everstep.monitor.journal_fold import JournalFold, JournalReader
 from everstep.storage.journal import read_journal
 
 SCRIPT = ROOT / "examples" / "01_flights_dlrm.py"
@@ -111,10 +111,10 @@ class Job:
         join += ["--node", "node2", "--run-dir", self.home / f"node2-{self.nodes}"]
         self.node = Child(everstep("agent", *join), log=self.home / f"node2-{self.nodes}.log")
 
-    def facts(self) -> JobFacts:
+    def fold(self) -> JournalFold:
         with JournalReader(self.run_dir / "journal.sqlite") as journal:
             journal.advance()
-            return journal.facts
+            return journal.fold
 
     def first_push_at(self) -> float:
         """When training began; 0.0 if it has not yet."""
@@ -129,7 +129,7 @@ class Job:
         kill = Kill(0.0)
         try:
             if victim in ("worker", "worker+master"):
-                runtimes = [s for s in self.facts().brain.members.workers.values() if s.running and s.member.pid]
+                runtimes = [s for s in self.fold().brain.members.workers.values() if s.running and s.member.pid]
                 if not runtimes:
                     return None
                 member = rng.choice(runtimes).member
@@ -142,7 +142,7 @@ class Job:
             if victim == "node":
                 if self.node is None or self.node.process.poll() is not None:
                     return None
-                runtimes = [s for s in self.facts().brain.members.workers.values() if s.member.node == "node2"]
+                runtimes = [s for s in self.fold().brain.members.workers.values() if s.member.node == "node2"]
                 if not any(s.running and s.member.pid for s in runtimes):
                     return None
                 kill.slot, kill.incarnation = int(runtimes[0].member.slot), int(runtimes[0].member.incarnation)
@@ -249,12 +249,12 @@ def _shard_again(logs: list[PsLog], kill: Kill) -> float | None:
 
 def _granted_at(run_dir: Path) -> list[tuple[float, int]]:
     """When each lease was granted, and by which life of the master."""
-    facts, life = JobFacts(), 0
+    fold, life = JournalFold(), 0
     out: list[tuple[float, int]] = []
     for entry in read_journal(run_dir / "journal.sqlite"):
         if isinstance(entry.event, MasterStarted):
             life = int(entry.event.incarnation)
-        instructions = facts.brain.handle(entry.event)
+        instructions = fold.brain.handle(entry.event)
         if isinstance(entry.event, ShardAsked) and any(
             isinstance(i, Reply) and isinstance(i.answer, Granted) for i in instructions
         ):

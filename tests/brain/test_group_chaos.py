@@ -139,18 +139,18 @@ class Chaos:
 
     def commit(self, slot: Slot, incarnation: Incarnation) -> None:
         """What a living member may say: the next steps, and some before them."""
-        books, rng = self.brain.state.groups, self.rng
+        groups, rng = self.brain.state.groups, self.rng
         record = self.brain.members.current(Role.WORKER, slot, incarnation)
-        group = books.group
+        group = groups.group
         if record is None or group is None or group.rank(slot, incarnation) < 0 or group.hold:
             return
         steps: list[Committed] = []
         if self.steps and rng.random() < 0.5:
             steps.append(rng.choice(list(self.steps.values())))
-        mark = books.cursor(0)
+        mark = groups.cursor(0)
         if mark.epoch < EPOCHS and rng.random() < 0.8:
             hi = min(PLAN.samples, mark.position + rng.choice((8, 16, 24)))
-            generation = rng.randrange(max(books.confirmed, books.origin), group.generation + 1)
+            generation = rng.randrange(max(groups.confirmed, groups.origin), group.generation + 1)
             new = Committed(generation, mark.step, mark.step, 0, mark.epoch, mark.position, hi)
             steps.append(new)
             self.steps[mark.step] = new
@@ -230,26 +230,26 @@ class Chaos:
         raise AssertionError(f"nobody gets on: {self.brain!r} {self.brain.state.groups!r}")
 
     def healthy(self, slot: Slot, incarnation: Incarnation) -> None:
-        brain, books = self.brain, self.brain.state.groups
+        brain, groups = self.brain, self.brain.state.groups
         record = brain.members.current(Role.WORKER, slot, incarnation)
         if record is None:
             return
-        if slot not in books.asked or books.asked[slot].incarnation != incarnation:
+        if slot not in groups.asked or groups.asked[slot].incarnation != incarnation:
             self.say(Event(self.at, MemberJoined(Role.WORKER, slot, incarnation, NODES[0], 1)))
             self.say(Event(self.at, PlanRegistered(PLAN), by_worker(slot, incarnation)))
             self.say(Event(self.at, GroupAsked(0, EPOCHS, 8), by_worker(slot, incarnation)))
             return
-        group = books.group
+        group = groups.group
         rank = group.rank(slot, incarnation) if group is not None else -1
         if rank < 0 or group is None:
-            if record.stopping or any(x.slot == slot for x in books.leavers):
+            if record.stopping or any(x.slot == slot for x in groups.leavers):
                 self.say(Event(self.at, ProcessExited(Role.WORKER, slot, incarnation, 143)))
             elif self.brain.groups.data_done() and self.copies_the_end(slot):
                 self.end(slot, incarnation)
             elif group is not None:
                 self.say(Event(self.at, GroupSynced(group.generation), by_worker(slot, incarnation)))
             return
-        mark = books.cursor(0)
+        mark = groups.cursor(0)
         if mark.epoch >= EPOCHS:
             self.end(slot, incarnation)
         elif rank == 0 and not group.hold:

@@ -87,7 +87,7 @@ def test_the_first_time_another_one_tries() -> None:
     assert not story.error
     assert after is not None and after.version > before.version and dict(after.snapshots)[PartitionId(1)] == 7
     story.loads_all()
-    assert not story.brain.partitions.books.missing, "and it could"
+    assert not story.brain.partitions.protection.missing, "and it could"
 
 
 def test_the_second_time_it_is_set_aside() -> None:

@@ -1,6 +1,6 @@
 """Parameter servers die, come, leave and tell late or twice: no partition is ever given to one that cannot have it.
 
-The world below knows what each ps really holds, and what it could get hold of, apart from the brain's books. One run
+The world below knows what each ps really holds, and what it could get hold of, apart from the brain's state. One run
 again: ``EVERSTEP_SEED=17 pytest tests/brain/test_ps_chaos.py``.
 """
 
@@ -300,9 +300,9 @@ class World:
     def at_rest(self) -> bool:
         placement, brain = self.placement, self.brain
         assert placement is not None
-        if self.starting or len(placement.servers) != self.code.width + 2 or brain.partitions.books.missing:
+        if self.starting or len(placement.servers) != self.code.width + 2 or brain.partitions.protection.missing:
             return False
-        layout = brain.partitions.books.layout
+        layout = brain.partitions.protection.layout
         assert layout is not None
         full = not self.code.m or brain.partitions.levels() == {"full": placement.partitions, "less": 0, "none": 0}
         sites = sorted((m.members[0] // self.code.k, m.row, m.at) for m in placement.mirrors)

@@ -204,7 +204,7 @@ def test_a_resumed_job_knows_the_datasets_that_are_over() -> None:
     job.commit(6, 7, 0, 0, 20, dataset=1)
     manifest = job.save(Mark(8, 1, 0, 20))
     again = Script(msgspec.structs.replace(SPEC, resume_from="old"), manifest)
-    groups = again.brain.groups.books
+    groups = again.brain.groups.group_state
     assert groups.cursor(0) == Mark(8, 0, 1, 0) and groups.cursor(1) == Mark(8, 1, 0, 20)
     assert again.brain.shards.samples_done == 120
 

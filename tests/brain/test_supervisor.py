@@ -95,10 +95,10 @@ class Cluster:
         end = self.at + seconds
         while self.at < end and not self.brain.job.over:
             self.at += TICK_S
-            books = self.brain.state.supervision
-            if 0 < books.due_at <= self.at:
+            supervision = self.brain.state.supervision
+            if 0 < supervision.due_at <= self.at:
                 self.tell(SupervisionDue())
-            self.lack_s = self.lack_s + TICK_S if books.lack else 0.0
+            self.lack_s = self.lack_s + TICK_S if supervision.lack else 0.0
 
 
 def cluster(**given: object) -> Cluster:
@@ -148,12 +148,12 @@ def test_it_waits_no_longer_than_it_may(steps: list[tuple[str, object]], then: s
                 c.tell(SuspendAsked("asked"))
             case "scale":
                 c.tell(ScaleAsked(Role.WORKER, int(str(what))))
-        books = brain.state.supervision
-        if books.lack and not brain.job.over and then != "run":
-            assert c.lack_s <= 20.0 + TICK_S, f"{books.lack} for {c.lack_s} s, and nothing was done"
-        if books.stage is JobStage.FAILED:
+        supervision = brain.state.supervision
+        if supervision.lack and not brain.job.over and then != "run":
+            assert c.lack_s <= 20.0 + TICK_S, f"{supervision.lack} for {c.lack_s} s, and nothing was done"
+        if supervision.stage is JobStage.FAILED:
             assert brain.job.exit_code == 4
-        assert books.stage is not JobStage.SUSPENDED or brain.job.phase is Phase.SUSPENDED
+        assert supervision.stage is not JobStage.SUSPENDED or brain.job.phase is Phase.SUSPENDED
     restored = Brain.restore(c.brain.snapshot())
     assert restored.snapshot() == c.brain.snapshot()
 

@@ -319,8 +319,8 @@ def test_what_people_and_programs_see() -> None:
 
 def test_a_job_without_prices_or_recording() -> None:
     spec = JobSpec(workers=1, ps=1)
-    facts = [Event(50.0, MasterStarted(Incarnation(1), spec)), Event(60.0, StopAsked("x"), Sender("command"))]
-    report = report_of(read_spending(facts), Path("x"), PriceBook([PriceRow("g5", "", STAYS, 0.0, 1.0)]))
+    fold = [Event(50.0, MasterStarted(Incarnation(1), spec)), Event(60.0, StopAsked("x"), Sender("command"))]
+    report = report_of(read_spending(fold), Path("x"), PriceBook([PriceRow("g5", "", STAYS, 0.0, 1.0)]))
     assert report.machines == () and report.goodput is None and report.clock == "passed" and report.length_s == 10
     assert "saved: unknown" in "\n".join(cost_lines(report))
 

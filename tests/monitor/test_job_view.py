@@ -132,8 +132,8 @@ def shown(view: JobView) -> str:
     Console(file=out, width=240).print(picture(view))
     page = MetricsPage()
     page.fill(view)
-    facts = [text for text, _ in fact_lines(view)]
-    words = [out.getvalue(), progress_line(view), head_text(view), ending_text(view), *facts, *lines(view)]
+    fold = [text for text, _ in fact_lines(view)]
+    words = [out.getvalue(), progress_line(view), head_text(view), ending_text(view), *fold, *lines(view)]
     return "\n".join([*words, page.text()])
 
 

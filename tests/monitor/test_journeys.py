@@ -103,17 +103,17 @@ class Journey(Run):
     def copy(self, life: Life, partition: int) -> PartitionLedger:
         return copy.deepcopy(self.lives[life].partitions[partition])
 
-    def take(self, life: Life, partition: int, books: PartitionLedger, how: str = "promoted") -> None:
+    def take(self, life: Life, partition: int, ledgers: PartitionLedger, how: str = "promoted") -> None:
         self.seqs[partition] = self.seqs.get(partition, 0) + 1
-        shards = b"".join(np.array([s, m[0]], "<i8").tobytes() for s, m in sorted(books.shards.items()))
+        shards = b"".join(np.array([s, m[0]], "<i8").tobytes() for s, m in sorted(ledgers.shards.items()))
         self.version += 1
         at, version = self.now(life), self.version
         took = AcquiredRecord(
-            len(self.logs[life]), partition, how, self.seqs[partition], shards, books.fingerprint, at, version
+            len(self.logs[life]), partition, how, self.seqs[partition], shards, ledgers.fingerprint, at, version
         )
         self.logs[life].append(took)
         ledger = self.lives[life]
-        ledger.partitions = dict(sorted({**ledger.partitions, partition: books}.items()))
+        ledger.partitions = dict(sorted({**ledger.partitions, partition: ledgers}.items()))
 
     def give(self, life: Life, partition: int) -> PartitionLedger:
         self.logs[life].append(ReleasedRecord(len(self.logs[life]), partition, self.seqs.get(partition, 0), self.now()))
@@ -192,8 +192,8 @@ def test_what_a_lost_ps_did_beyond_its_mirror_is_void_and_applied_again(run: Jou
     mirrors = {b: run.copy(P0, b) for b in run.first[P0]}
     run.everywhere(0, lease, 10, 20)  # not yet at the mirrors (eager)
     run.die(P0)
-    for partition, books in mirrors.items():
-        run.take(P1, partition, books, "rebuilt")
+    for partition, ledgers in mirrors.items():
+        run.take(P1, partition, ledgers, "rebuilt")
     run.reopen(lease)
     run.everywhere(0, lease, 10, 30)
     run.done(0, lease)
@@ -206,8 +206,8 @@ def test_what_a_dead_ps_could_not_log_is_vouched_for(run: Journey) -> None:
     lease = run.opened(10)
     run.apply(P0, 0, lease, 10, 20, log=False)  # its mirror has it; it was killed before it wrote the record
     run.apply(P1, 0, lease, 10, 20)
-    for partition, books in run.die(P0).partitions.items():
-        run.take(P1, partition, books)
+    for partition, ledgers in run.die(P0).partitions.items():
+        run.take(P1, partition, ledgers)
     run.everywhere(0, lease, 20, 30)
     run.done(0, lease)
     report = run.good()
@@ -224,12 +224,12 @@ def test_a_partition_that_comes_back_to_where_it_was_and_one_restarted_ps(run: J
         run.done(0, lease)
         (source, target) = ((P0, P1), (P1, P0))[step]
         run.take(target, partition, run.give(source, partition))
-    books = run.die(P0).partitions
+    ledgers = run.die(P0).partitions
     run.begin(again)
-    for b, held in books.items():
+    for b, held in ledgers.items():
         run.take(again, b, held, "rebuilt")
     report = run.good()
-    assert report.counts["taken"] == 2 + len(books)
+    assert report.counts["taken"] == 2 + len(ledgers)
 
 
 def test_owners_are_ordered_by_placements_and_not_by_their_clocks(run: Journey) -> None:
@@ -273,8 +273,8 @@ def test_a_released_shard_counts_though_no_mark_speaks_of_it(run: Journey) -> No
     run.done(0, lease)
     for ledger in run.lives.values():
         ledger.release([lease.shard])
-    for partition, books in run.die(P0).partitions.items():
-        run.take(P1, partition, books)
+    for partition, ledgers in run.die(P0).partitions.items():
+        run.take(P1, partition, ledgers)
     report = run.good()
     assert report.counts["void"] == 0
 
@@ -283,8 +283,8 @@ def test_a_shard_that_the_mirror_never_heard_of_is_begun_anew(run: Journey) -> N
     mirrors = {b: run.copy(P0, b) for b in run.first[P0]}
     lease = run.opened(30)
     run.die(P0)
-    for partition, books in mirrors.items():
-        run.take(P1, partition, books, "loaded")
+    for partition, ledgers in mirrors.items():
+        run.take(P1, partition, ledgers, "loaded")
     run.reopen(lease)
     run.everywhere(0, lease, 0, 30)
     run.done(0, lease)
@@ -339,8 +339,8 @@ def test_watermarks_that_say_less_than_was_taken(run: Journey) -> None:
 def test_a_batch_applied_by_both_owners(run: Journey) -> None:
     lease = run.opened(20)
     partition = run.first[P0][0]
-    books = run.give(P0, partition)
-    old = copy.deepcopy(books)
+    ledgers = run.give(P0, partition)
+    old = copy.deepcopy(ledgers)
     old.shards[lease.shard][0] = 10  # rows of now, watermarks of before
     run.take(P1, partition, old)
     run.logs[P1][-1] = msgspec.structs.replace(run.logs[P1][-1], shards=np.array([0, 20], "<i8").tobytes())
@@ -359,8 +359,8 @@ def test_what_was_void_and_never_applied_again_is_missing(run: Journey) -> None:
     run.everywhere(0, lease, 10, 30)
     run.done(0, lease)  # and yet the job calls it done
     run.die(P0)
-    for partition, books in mirrors.items():
-        run.take(P1, partition, books)
+    for partition, ledgers in mirrors.items():
+        run.take(P1, partition, ledgers)
     run.rest()
     report = run.report()
     found = [(o.lo, o.hi, o.partitions) for o in report.offenders if o.what == "missing"]
@@ -407,11 +407,11 @@ def test_random_moves_and_losses_are_exactly_once(tmp_path: Path, seed: int) -> 
                 (other,) = run.lives
                 run.begin((slot, Incarnation(number[slot])))
                 fresh = rng.random() < 0.5
-                for partition, books in lost.items():
+                for partition, ledgers in lost.items():
                     run.take(
                         rng.choice([other, (slot, Incarnation(number[slot]))]),
                         partition,
-                        books if fresh else mirrors[partition],
+                        ledgers if fresh else mirrors[partition],
                     )
                 run.reopen(lease)
                 at = lease.start

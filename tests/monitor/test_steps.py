@@ -13,7 +13,7 @@ from everstep.model.group import Committed, Group, GroupMember, Mark, StepSplit
 from everstep.model.shard import ShardSchedule
 from everstep.monitor.loops import Asked
 from everstep.monitor.report import AuditReport
-from everstep.monitor.steps import StepFacts, StepLog, check_steps, read_step_log
+from everstep.monitor.steps import StepFold, StepLog, check_steps, read_step_log
 from everstep.storage.chain import ChainWriter
 
 PLANS = [ShardSchedule(name="d", samples=100, shard_samples=30, seed=0)]
@@ -46,13 +46,13 @@ class Run:
         }
 
     def check(self) -> AuditReport:
-        facts = StepFacts()
-        facts.loops.asked = {1: {Asked(0, 0, 1)}, 2: {Asked(0, 1, 2)}}
+        fold = StepFold()
+        fold.loops.asked = {1: {Asked(0, 0, 1)}, 2: {Asked(0, 1, 2)}}
         for g in self.groups:
-            facts.published(g)
-        facts.told(self.told)
+            fold.published(g)
+        fold.told(self.told)
         logs = [StepLog(Slot(slot), Incarnation(1), steps) for slot, steps in self.logs.items()]
-        return check_steps(facts, PLANS, logs, "runs/x", True)
+        return check_steps(fold, PLANS, logs, "runs/x", True)
 
 
 def test_what_is_right_passes_and_void_steps_are_told_apart() -> None:
@@ -128,11 +128,11 @@ def test_what_is_changed_is_found(change: Callable[[Run], object], what: str) ->
 
 
 def test_a_running_job_may_be_behind() -> None:
-    facts = StepFacts()
-    facts.published(group(1, "01"))
-    facts.told([Committed(1, 0, 2, 0, 0, 0, 60)])
+    fold = StepFold()
+    fold.published(group(1, "01"))
+    fold.told([Committed(1, 0, 2, 0, 0, 0, 60)])
     logs = [StepLog(Slot(0), Incarnation(1), [Committed(1, 0, 3, 0, 0, 0, 80)])]
-    report = check_steps(facts, PLANS, logs, "runs/x", False)
+    report = check_steps(fold, PLANS, logs, "runs/x", False)
     assert report.ok and report.finished == []
 
 

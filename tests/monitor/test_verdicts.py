@@ -23,15 +23,15 @@ from everstep.model.failure import Failure
 from everstep.model.member import Address, Role
 from everstep.model.shard import ShardSchedule, lease_no, shard_key
 from everstep.monitor.audit import judged
-from everstep.monitor.facts import JobFacts
+from everstep.monitor.journal_fold import JournalFold
 from everstep.monitor.report import EXIT_CODES, AuditReport, Offence, Verdict
 
 W, ONE, NODE = Slot(0), Incarnation(1), NodeId("node0")
 
 
-def job() -> JobFacts:
+def job() -> JournalFold:
     """A job of one worker and one ps that is about to train a dataset of one shard."""
-    facts = JobFacts()
+    fold = JournalFold()
     events: list[Event] = [
         Event(0.0, MasterStarted(ONE, JobSpec(workers=1, ps=1, partitions=2, max_restarts=0))),
         Event(1.0, NodeJoined(NODE, "", 0, 0)),
@@ -43,28 +43,28 @@ def job() -> JobFacts:
         Event(5.0, ShardAsked(0, 1, 1), by_worker(W, ONE)),
     ]
     for event in events:
-        facts.take(event)
-    return facts
+        fold.take(event)
+    return fold
 
 
-def trained() -> JobFacts:
-    facts = job()
+def trained() -> JournalFold:
+    fold = job()
     lease = lease_no(Incarnation(1), 1)
-    facts.take(Event(6.0, ShardDone(shard_key(0, 0, 0), lease, ((W, ONE),)), by_worker(W, ONE)))
-    assert facts.brain.shards.samples_done == 30
-    return facts
+    fold.take(Event(6.0, ShardDone(shard_key(0, 0, 0), lease, ((W, ONE),)), by_worker(W, ONE)))
+    assert fold.brain.shards.samples_done == 30
+    return fold
 
 
-def end(facts: JobFacts, status: int, error: str = "", exit_code: int = 1) -> JobFacts:
+def end(fold: JournalFold, status: int, error: str = "", exit_code: int = 1) -> JournalFold:
     failure = Failure("script", "", 0, exit_code) if error else None
-    facts.take(Event(9.0, ProcessExited(Role.WORKER, W, ONE, status, error, failure=failure)))
-    return facts
+    fold.take(Event(9.0, ProcessExited(Role.WORKER, W, ONE, status, error, failure=failure)))
+    return fold
 
 
-def stopped() -> JobFacts:
-    facts = trained()
-    facts.take(Event(8.0, StopAsked("Ctrl-C")))
-    return facts
+def stopped() -> JournalFold:
+    fold = trained()
+    fold.take(Event(8.0, StopAsked("Ctrl-C")))
+    return fold
 
 
 CASES = {
@@ -104,7 +104,7 @@ def test_an_offence_comes_before_everything_else() -> None:
 
 def test_a_lease_of_an_epoch_that_the_loop_did_not_ask_for() -> None:
     """The worker is in its second loop, over epoch 1, and is given a shard of epoch 0."""
-    facts = JobFacts()
+    fold = JournalFold()
     plan = ShardSchedule(name="train", samples=30, shard_samples=30, seed=0)
     events: list[Event] = [
         Event(0.0, MasterStarted(ONE, JobSpec(workers=1, ps=1, partitions=2, max_restarts=0))),
@@ -115,14 +115,14 @@ def test_a_lease_of_an_epoch_that_the_loop_did_not_ask_for() -> None:
         Event(5.0, ShardAsked(0, 2, 1), by_worker(W, ONE)),
     ]
     for event in events:
-        facts.take(event)
-    wrong = facts.loops.of_lease(lease_no(ONE, 1), shard_key(0, 0, 0))
+        fold.take(event)
+    wrong = fold.loops.of_lease(lease_no(ONE, 1), shard_key(0, 0, 0))
     assert wrong == "in loop 2 of the script, which is over epoch 1"
-    facts.take(
+    fold.take(
         Event(5.5, ShardAsked(0, 2, 2, (lease_no(ONE, 1),)), by_worker(W, ONE))
     )  # held back, for a step in the next loop
-    assert not facts.loops.of_lease(lease_no(ONE, 1), shard_key(0, 0, 0))
-    facts.take(Event(6.0, PlanRegistered(plan, 1, 0, 1), by_worker(W, ONE)))
+    assert not fold.loops.of_lease(lease_no(ONE, 1), shard_key(0, 0, 0))
+    fold.take(Event(6.0, PlanRegistered(plan, 1, 0, 1), by_worker(W, ONE)))
     report = AuditReport("runs/x", loops=[f"train e0 #0 was trained by worker:0 #1 {wrong}"])
     assert judged(report, trained()).verdict is Verdict.LOOPS and "LOOP train e0" in "\n".join(report._end())
 

@@ -16,7 +16,7 @@ from everstep.cli.replay import replay
 from everstep.errors import ConfigError, EverstepError, FencedError, PlatformError
 from everstep.model.decision import Decision
 from everstep.model.plan import Plan
-from everstep.monitor.facts import JournalReader
+from everstep.monitor.journal_fold import JournalReader
 from everstep.storage.journal import Journal, digest_of, read_journal, vouch
 
 

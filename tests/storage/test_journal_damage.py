@@ -10,7 +10,7 @@ from journal_story import story
 
 from everstep.brain.brain import Brain
 from everstep.errors import ConfigError, EverstepError, PlatformError
-from everstep.monitor.facts import JournalReader
+from everstep.monitor.journal_fold import JournalReader
 from everstep.storage.journal import Journal, read_journal
 
 FLIPS = 1000
@@ -46,7 +46,7 @@ def outcome(path: Path, data: bytes) -> tuple[object, ...]:
     for read in (
         taken_over,
         lambda p: [(e.seq, e.event, e.digest) for e in read_journal(p)],
-        facts_of,
+        fold_of,
     ):
         for stale in path.parent.glob(path.name + "*"):
             stale.unlink()
@@ -59,10 +59,10 @@ def outcome(path: Path, data: bytes) -> tuple[object, ...]:
     return tuple(out)
 
 
-def facts_of(path: Path) -> object:
+def fold_of(path: Path) -> object:
     with JournalReader(path) as reader:
         reader.advance()
-        return sorted(reader.facts.done), len(reader.facts.plans)
+        return sorted(reader.fold.done), len(reader.fold.plans)
 
 
 @pytest.mark.parametrize("flips", [100, pytest.param(FLIPS, marks=pytest.mark.slow)])

@@ -24,7 +24,7 @@ from everstep.brain.shapes import SHAPES_2, in_shape, shapes_now
 from everstep.cli.replay import replay
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation
-from everstep.monitor.facts import JournalReader
+from everstep.monitor.journal_fold import JournalReader
 from everstep.storage.journal import Journal, agrees, digest_of, read_journal
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -51,8 +51,8 @@ def test_a_recorded_job_gives_the_same_instructions(name: str, run_dir: Path) ->
         assert in_shape(brain.handle(entry.event), SHAPES_2) == old, entry.event
     with JournalReader(run_dir / "journal.sqlite") as reader:  # (the audit's)
         reader.advance()
-        assert reader.facts.brain.snapshot() == brain.snapshot()
-        assert bool(reader.facts.grants) is (name in ("ps", "sync"))
+        assert reader.fold.brain.snapshot() == brain.snapshot()
+        assert bool(reader.fold.grants) is (name in ("ps", "sync"))
     for seq, dump in unpacked(f"{name}.dumps.gz"):  # and from a dump of then, the same again
         brain = Brain.restore(dump)
         for entry, old in zip(entries[seq:], wanted[seq:], strict=True):

@@ -329,10 +329,10 @@ def move(ps: list[Ps], partition: int, to: int, version: int) -> Placement:
     source.partitions.remove(partition)
     target = ps[to]
     target.partitions = sorted([*target.partitions, partition])
-    for books in ("marks", "fence"):
-        for key, value in [(k, v) for k, v in getattr(source, books).items() if k[1] == partition]:
-            del getattr(source, books)[key]
-            getattr(target, books)[key] = value
+    for ledgers in ("marks", "fence"):
+        for key, value in [(k, v) for k, v in getattr(source, ledgers).items() if k[1] == partition]:
+            del getattr(source, ledgers)[key]
+            getattr(target, ledgers)[key] = value
     owner = {b: p.slot for p in ps for b in p.partitions}
     places = tuple(PsPlace(p.slot, p.incarnation, Address(NodeId("node0"))) for p in ps)
     return Placement(version, tuple(owner[b] for b in range(PARTITIONS)), places)

@@ -23,8 +23,8 @@ from collections.abc import Iterator
 from everstep.brain.brain_state import State, decode_state, encode_state
 from everstep.brain.checkpoints import Checkpoints
 from everstep.brain.concerns.composition import Concerns
-from everstep.brain.concerns.group_facts import GroupFacts
-from everstep.brain.concerns.partition_facts import PartitionFacts
+from everstep.brain.concerns.group_reader import GroupReader
+from everstep.brain.concerns.partition_reader import PartitionReader
 from everstep.brain.duty import Duty
 from everstep.brain.events import Event, InstructionType, Refused, Reply, Said
 from everstep.brain.job import JobState
@@ -129,11 +129,11 @@ class Brain:
         return self.shards.leases
 
     @property
-    def partitions(self) -> PartitionFacts:
-        return self.concerns.placement.facts
+    def partitions(self) -> PartitionReader:
+        return self.concerns.placement.reader
 
     @property
-    def groups(self) -> GroupFacts:
+    def groups(self) -> GroupReader:
         return self.concerns.groups
 
     def takes(self, kind: type) -> bool:

@@ -119,12 +119,12 @@ def resume_replica(
     checkpoints.numbers = max(numbers, manifest.checkpoint)
     checkpoints.newest, checkpoints.usable = manifest, True
     checkpoints.datasets = len(manifest.datasets)
-    books, mark = generations.books, replica.mark
+    groups, mark = generations.group_state, replica.mark
     for number, position in enumerate(manifest.datasets):
         shards.register(position.plan)
         if number != mark.dataset and position.finished_epochs:
-            books.history.stints.append(Stint(0, number, (0, 0), (position.finished_epochs, 0)))
-    books.history.skips = [Skip(*skip) for skip in manifest.skipped]
+            groups.history.stints.append(Stint(0, number, (0, 0), (position.finished_epochs, 0)))
+    groups.history.skips = [Skip(*skip) for skip in manifest.skipped]
     begin = turned(mark, manifest)
     generations.fall_back(begin)
     inputs: Inputs = {"checkpoint": manifest.checkpoint, "samples": shards.samples_done, "step": mark.step}

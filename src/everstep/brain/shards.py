@@ -226,7 +226,7 @@ class ShardRecords(msgspec.Struct):
         return len(below) == until_epoch and all(self.settled(dataset, e) for e in below if not e.finished)
 
     def can_adopt(self, lease: Lease) -> bool:
-        """Whether a lease that a worker tells of may be taken as granted though it is not in the books: its shard
+        """Whether a lease that a worker tells of may be taken as granted though it is not in the state: its shard
         is to do, nobody else's, and the lease is later than the last one known."""
         number, epoch_number, index = split_key(lease.shard)
         if number >= len(self.datasets) or lease.shard in self.leases:
@@ -432,7 +432,7 @@ class Shards(ShardRecords):
         return self.release(tuple(self.releasing))
 
     def release(self, keys: Iterable[ShardKey]) -> tuple[ShardKey, ...]:
-        """Move shards from DONE to RELEASED. A finished epoch's books are dropped with its last release."""
+        """Move shards from DONE to RELEASED. A finished epoch's records are dropped with its last release."""
         released = tuple(key for key in keys if self.releasing.pop(key, None) is not None)
         touched: dict[tuple[int, int], Epoch] = {}
         for key in released:

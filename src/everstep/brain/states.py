@@ -118,16 +118,16 @@ def slot_state(record: SlotRecord) -> SlotState:
 
 def group_state(brain: Brain) -> GroupState:
     """Return the state of the group of a job."""
-    books, facts = brain.state.groups, brain.groups
-    if books.group is None:
+    groups, reader = brain.state.groups, brain.groups
+    if groups.group is None:
         return G.NONE
-    if facts.view() is None:
+    if reader.view() is None:
         return G.LOST
-    if facts.data_done():
+    if reader.data_done():
         return G.DONE
-    if books.group.hold:
+    if groups.group.hold:
         return G.HELD
-    return G.CHANGING if books.confirmed < books.group.generation else G.TRAINING
+    return G.CHANGING if groups.confirmed < groups.group.generation else G.TRAINING
 
 
 class StateCheck:

@@ -241,7 +241,7 @@ class HeartbeatWatch:
             del self._members[key]
 
     def look(self, brain: Brain, at: float) -> None:
-        """Follow the brain's books: forget who is gone, start the clock of members, nodes and leases not known yet.
+        """Follow the brain's state: forget who is gone, start the clock of members, nodes and leases not known yet.
         After a restart of the master this is the grace period."""
         known: set[MemberKey] = set()
         for record in brain.members.all():

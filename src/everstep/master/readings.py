@@ -209,12 +209,12 @@ class Readings:
         )
 
     def _look_at_protection(self, brain: Brain, at: float) -> dict[str, int] | None:
-        """Return the partitions by the losses that they survive, counted anew when the books of it have changed; how
+        """Return the partitions by the losses that they survive, counted anew when the state of it has changed; how
         far what moves has come is counted by looking. None: nothing is protected."""
         placement, partitions = brain.placement, brain.partitions
         if placement is None or not is_protected(brain):
             return None
-        key = (placement.version, len(partitions.books.ready), len(partitions.books.missing))
+        key = (placement.version, len(partitions.protection.ready), len(partitions.protection.missing))
         if self._levels is None or self._levels[0] != key:
             self._levels = (key, partitions.levels(), partitions.lost_with_one_machine())
         self._progress.look(partitions.moving() + partitions.rebuilding() + partitions.building(), at)

@@ -28,8 +28,8 @@ from everstep.brain.job import Phase
 from everstep.errors import ConfigError
 from everstep.ids import Incarnation, LeaseNo, ShardKey, Slot
 from everstep.model.shard import ShardSchedule, shard_key, split_key
-from everstep.monitor.facts import JobFacts, JournalReader
 from everstep.monitor.fingerprints import Prints, mix64, tile
+from everstep.monitor.journal_fold import JournalFold, JournalReader
 from everstep.monitor.ownership_audit import JourneyCheck
 from everstep.monitor.pslog import ALL, PartitionStint, PsLog, bits, read_log
 from everstep.monitor.report import AuditReport, Offence, Verdict
@@ -44,8 +44,8 @@ __all__ = ["AuditReport", "Offence", "PsLog", "audit", "check", "mix64", "read_l
 class _PsCheck:
     """Does all checks of one ps's log; offences go to ``report``."""
 
-    def __init__(self, facts: JobFacts, done: set[ShardKey], log: PsLog, report: AuditReport, prints: Prints) -> None:
-        self.facts, self.done, self.log, self.report, self.prints = facts, done, log, report, prints
+    def __init__(self, fold: JournalFold, done: set[ShardKey], log: PsLog, report: AuditReport, prints: Prints) -> None:
+        self.fold, self.done, self.log, self.report, self.prints = fold, done, log, report, prints
         self.handovers = 0
         self.skipped: dict[tuple[int, int, int], int] = {}  # (shard, lo, hi) -> partitions
         self.left_out: dict[tuple[int, int, int], int] = {}  # the same, by the script's own doing
@@ -74,7 +74,7 @@ class _PsCheck:
     def _offend(
         self, what: str, shard: int = -1, lo: int = -1, hi: int = -1, mask: NDArray[np.bool_] | None = None, **more: str
     ) -> None:
-        name = self.facts.shard_name(ShardKey(shard)) if shard >= 0 else ""
+        name = self.fold.shard_name(ShardKey(shard)) if shard >= 0 else ""
         self.report.offenders.append(
             Offence(what, self.log.name, name, int(lo), int(hi), "" if mask is None else self._named(mask), **more)
         )
@@ -110,16 +110,16 @@ class _PsCheck:
         rows = np.stack([log.lease, log.shard, log.worker, log.incarnation])
         used, first = np.unique(rows, axis=1, return_index=True)
         for (lease, shard, worker, life), i in zip(used.T.tolist(), first.tolist(), strict=True):
-            holders = self.facts.holders(LeaseNo(lease), ShardKey(shard))
-            if wrong := self.facts.loops.of_lease(LeaseNo(lease), ShardKey(shard)):
-                words = f"{self.facts.shard_name(ShardKey(shard))} was trained by worker:{worker} #{life} {wrong}"
+            holders = self.fold.holders(LeaseNo(lease), ShardKey(shard))
+            if wrong := self.fold.loops.of_lease(LeaseNo(lease), ShardKey(shard)):
+                words = f"{self.fold.shard_name(ShardKey(shard))} was trained by worker:{worker} #{life} {wrong}"
                 if words not in self.report.loops:  # (each ps says it)
                     self.report.loops.append(words)
             where = (shard, log.lo[i], log.hi[i])
             if holders is None:
                 self._offend("unknown lease", *where, detail=f"lease {lease} of worker:{worker} was never granted")
             elif (ShardKey(shard), Slot(worker), Incarnation(life)) not in holders:
-                granted = ", ".join(f"{self.facts.shard_name(s)} to worker:{w} #{n}" for s, w, n in holders)
+                granted = ", ".join(f"{self.fold.shard_name(s)} to worker:{w} #{n}" for s, w, n in holders)
                 what = "wrong worker" if any(s == shard for s, _, _ in holders) else "unknown lease"
                 self._offend(what, *where, detail=f"lease {lease} used by worker:{worker} #{life}, granted: {granted}")
 
@@ -131,13 +131,13 @@ class _PsCheck:
         ends = np.r_[starts[1:], log.n] if log.n else starts
         shards = shard[starts]
         for key in self.done - set(shards.tolist()):
-            bounds = self.facts.bounds(key)
+            bounds = self.fold.bounds(key)
             assert bounds is not None
             self._offend("missing", key, *bounds, mask=np.ones(len(log.owned), bool))
         if not log.n:
             return
         # One look at all shards at once; only those where something is not plain are looked at one by one.
-        bounds_of = [self.facts.bounds(ShardKey(k)) for k in shards.tolist()]
+        bounds_of = [self.fold.bounds(ShardKey(k)) for k in shards.tolist()]
         first = np.array([b[0] if b else -1 for b in bounds_of])
         stop = np.array([b[1] if b else -1 for b in bounds_of])
         is_done = np.array([k in self.done for k in shards.tolist()])
@@ -219,11 +219,11 @@ class _PsCheck:
 # ---------------------------------------------------------------- the whole run
 
 
-def check(facts: JobFacts, done: set[ShardKey], logs: Sequence[PsLog], run_dir: str = "") -> AuditReport:
+def check(fold: JournalFold, done: set[ShardKey], logs: Sequence[PsLog], run_dir: str = "") -> AuditReport:
     """Audit the logs of all ps against what the journal says. ``done``: shards done before the logs were read
     (a running job: later ones may be newer than the logs)."""
     report = AuditReport(run_dir, counts={"cuts": 0, "fingerprints": 0})
-    prints = Prints(facts)
+    prints = Prints(fold)
     journeys: dict[int, list[PartitionStint]] = {}
     for log in logs:
         for partition, stints in log.stints.items():
@@ -235,7 +235,7 @@ def check(facts: JobFacts, done: set[ShardKey], logs: Sequence[PsLog], run_dir: 
     followed: set[int] = set()
     for log in logs:
         plain = not log.moved and bool(log.stints) and all(len(journeys[b]) == 1 for b in log.stints)
-        one = _PsCheck(facts, done, log, report, prints)
+        one = _PsCheck(fold, done, log, report, prints)
         one.run(not plain)
         if not plain:
             followed |= set(log.stints)
@@ -244,26 +244,26 @@ def check(facts: JobFacts, done: set[ShardKey], logs: Sequence[PsLog], run_dir: 
         for found, all_found in ((one.skipped, skipped), (one.left_out, left_out)):
             for where, partitions in found.items():
                 all_found[where] = all_found.get(where, 0) + partitions
-    travelled = JourneyCheck(facts, done, report, prints, [*skipped, *left_out])
+    travelled = JourneyCheck(fold, done, report, prints, [*skipped, *left_out])
     for partition in sorted(followed):
         travelled.run(partition, journeys[partition])
     travelled.close()
     handovers = max(handovers, travelled.handovers)
     for log in newest.values():
-        if facts.over and not log.closed and any(log in [s.log for s in journeys[b][-1:]] for b in log.stints):
+        if fold.over and not log.closed and any(log in [s.log for s in journeys[b][-1:]] for b in log.stints):
             report.notes.append(f"{log.name} did not close its log: its final fingerprint is not checked")
-    _check_owners(facts, journeys, report, bool(done))
-    _name_lost_machines(facts, logs, report)
-    n_partitions = facts.partitions
+    _check_owners(fold, journeys, report, bool(done))
+    _name_lost_machines(fold, logs, report)
+    n_partitions = fold.partitions
     for (shard, lo, hi), partitions in sorted(skipped.items()):
         share = "" if partitions >= n_partitions else f" at {partitions} of {n_partitions} partitions"
-        report.skipped.append(f"{facts.shard_name(ShardKey(shard))} [{lo}, {hi}){share}: gradient not finite")
-    quarantined = facts.quarantined()
+        report.skipped.append(f"{fold.shard_name(ShardKey(shard))} [{lo}, {hi}){share}: gradient not finite")
+    quarantined = fold.quarantined()
     for key in sorted(quarantined):
-        start, stop = facts.bounds(key) or (-1, -1)
-        report.skipped.append(f"{facts.shard_name(key)} [{start}, {stop}): quarantined, {quarantined[key]}")
+        start, stop = fold.bounds(key) or (-1, -1)
+        report.skipped.append(f"{fold.shard_name(key)} [{start}, {stop}): quarantined, {quarantined[key]}")
     samples = 0
-    for number, epoch, plan in _finished_epochs(facts, done, set(quarantined)):
+    for number, epoch, plan in _finished_epochs(fold, done, set(quarantined)):
         report.finished.append(f"{plan.name} e{epoch}")
         samples += plan.samples
         assert number >= 0
@@ -274,7 +274,7 @@ def check(facts: JobFacts, done: set[ShardKey], logs: Sequence[PsLog], run_dir: 
         "ps": len(newest),
         "logs": len(logs),
         "buckets": n_partitions,
-        "leases": len(facts.grants) or len(facts.groups),
+        "leases": len(fold.grants) or len(fold.groups),
         "handovers": handovers,
         "skipped_samples": sum(hi - lo for _, lo, hi in skipped),
         "left_out_samples": sum(hi - lo for _, lo, hi in left_out),
@@ -284,27 +284,27 @@ def check(facts: JobFacts, done: set[ShardKey], logs: Sequence[PsLog], run_dir: 
 
 
 def _check_owners(
-    facts: JobFacts, journeys: dict[int, list[PartitionStint]], report: AuditReport, needed: bool
+    fold: JournalFold, journeys: dict[int, list[PartitionStint]], report: AuditReport, needed: bool
 ) -> None:
     """Every partition of the placement has a log that speaks for it: that of its owner, unless it is on its way."""
     silent: dict[Slot, int] = {}
-    for partition, slot in enumerate(facts.owner):
+    for partition, slot in enumerate(fold.owner):
         stints = journeys.get(partition)
         if needed and not stints:
             silent[slot] = silent.get(slot, 0) + 1
-        elif partition in facts.brain.state.protection.missing:
+        elif partition in fold.brain.state.protection.missing:
             continue  # (the job was over before its new owner had it)
-        elif stints and facts.over and slot not in {s.log.slot for s in stints}:
+        elif stints and fold.over and slot not in {s.log.slot for s in stints}:
             detail = f"partition {partition} is placed there, but only {stints[-1].log.name} speaks for it"
             report.offenders.append(Offence("bad record", f"ps:{slot}", detail=detail))
     for slot, n in sorted(silent.items()):
         report.offenders.append(Offence("no log", f"ps:{slot}", detail=f"it owned {n} partitions"))
 
 
-def _name_lost_machines(facts: JobFacts, logs: Sequence[PsLog], report: AuditReport) -> None:
+def _name_lost_machines(fold: JournalFold, logs: Sequence[PsLog], report: AuditReport) -> None:
     """Say whose logs are gone with their machine, and what vouches for them."""
     here = {(log.slot, log.life): log for log in logs}
-    for node, lives in sorted(facts.lost_with.items()):
+    for node, lives in sorted(fold.lost_with.items()):
         ended = sorted(life for life in lives if life not in here or not here[life].closed)
         if not ended:
             continue
@@ -322,14 +322,14 @@ def _name_lost_machines(facts: JobFacts, logs: Sequence[PsLog], report: AuditRep
 
 
 def _finished_epochs(
-    facts: JobFacts, done: set[ShardKey], away: set[ShardKey]
+    fold: JournalFold, done: set[ShardKey], away: set[ShardKey]
 ) -> Iterable[tuple[int, int, ShardSchedule]]:
     count: dict[tuple[int, int], int] = {}
     for key in done | away:
         number, epoch, _ = split_key(key)
         count[number, epoch] = count.get((number, epoch), 0) + 1
     for (number, epoch), n in sorted(count.items()):
-        plan = facts.plans[number]
+        plan = fold.plans[number]
         if n == plan.shards and all(shard_key(number, epoch, i) in done | away for i in range(plan.shards)):
             yield number, epoch, plan
 
@@ -343,25 +343,25 @@ def audit(run_dir: Path, progress: Callable[[str], None] | None = None) -> Audit
     # before it was written.
     with JournalReader(path) as journal:
         journal.advance()
-        if journal.facts.brain.takes(StepsCommitted):
+        if journal.fold.brain.takes(StepsCommitted):
             step_logs = [read_step_log(p) for p in sorted((run_dir / "audit").glob("worker-*.log"))]
             journal.advance()
-            facts = journal.facts
-            report = check_steps(facts.steps, facts.plans, step_logs, str(run_dir), facts.done_well)
-            return judged(_with_tables(report, facts, run_dir) if facts.brain.job.spec.ps else report, facts)
-        done = journal.facts.done
+            fold = journal.fold
+            report = check_steps(fold.steps, fold.plans, step_logs, str(run_dir), fold.done_well)
+            return judged(_with_tables(report, fold, run_dir) if fold.brain.job.spec.ps else report, fold)
+        done = journal.fold.done
         logs = [read_log(p) for p in sorted((run_dir / "audit").glob("ps-*.log"))]
         journal.advance()
         # What was done and came back meanwhile (its partition fell back to an older snapshot) is not done.
-        return judged(check(journal.facts, done & journal.facts.done, logs, str(run_dir)), journal.facts)
+        return judged(check(journal.fold, done & journal.fold.done, logs, str(run_dir)), journal.fold)
 
 
 _BY_EXIT_CODE = {5: Verdict.LOST, 6: Verdict.REPLICAS}
 
 
-def judged(report: AuditReport, facts: JobFacts) -> AuditReport:
+def judged(report: AuditReport, fold: JournalFold) -> AuditReport:
     """Return ``report`` with the verdict about the job: what was found of its samples is not all that counts."""
-    job = facts.brain.job
+    job = fold.brain.job
     if not report.ok:
         report.verdict = Verdict.OFFENCES
     elif report.loops:
@@ -370,10 +370,10 @@ def judged(report: AuditReport, facts: JobFacts) -> AuditReport:
     elif job.exit_code:
         report.verdict = _BY_EXIT_CODE.get(job.exit_code, Verdict.FAILED)
         report.why = f"exit code {job.exit_code}: {job.error}; what was committed is exactly once"
-    elif not facts.brain.shards.samples_done and not report.counts.get("skipped_samples"):
+    elif not fold.brain.shards.samples_done and not report.counts.get("skipped_samples"):
         report.verdict = Verdict.NOTHING
         report.why = "no sample was trained"
-    elif 0 < facts.brain.shards.samples_done <= report.counts.get("left_out_samples", 0):
+    elif 0 < fold.brain.shards.samples_done <= report.counts.get("left_out_samples", 0):
         report.verdict = Verdict.NOTHING
         report.why = "the script stepped with no sample: all of them were left out"
     elif job.phase is not Phase.DONE:
@@ -383,16 +383,16 @@ def judged(report: AuditReport, facts: JobFacts) -> AuditReport:
     return report
 
 
-def _with_tables(report: AuditReport, facts: JobFacts, run_dir: Path) -> AuditReport:
+def _with_tables(report: AuditReport, fold: JournalFold, run_dir: Path) -> AuditReport:
     """Mode allreduce with tables on the ps: ``report`` is of the steps; the logs of the ps are looked at beside it,
     an epoch as one shard. Of an epoch that is not over only the order is checked: pushes follow commits. If the job
     ended before its time, the end of its newest epoch may have waited for a step that was to consume it."""
     logs = [read_log(p) for p in sorted((run_dir / "audit").glob("ps-*.log"))]
-    done = facts.done if facts.over else set()
-    if not facts.done_well:
-        newest = {(d.number, len(d.epochs) - 1) for d in facts.brain.shards.datasets}
+    done = fold.done if fold.over else set()
+    if not fold.done_well:
+        newest = {(d.number, len(d.epochs) - 1) for d in fold.brain.shards.datasets}
         done = {key for key in done if split_key(key)[:2] not in newest}
-    tables = check(facts, done, logs, str(run_dir))
+    tables = check(fold, done, logs, str(run_dir))
     report.offenders += tables.offenders
     report.notes += tables.notes
     report.counts |= {name: count for name, count in tables.counts.items() if name not in report.counts}

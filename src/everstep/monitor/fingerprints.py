@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from everstep.ids import ShardKey
 from everstep.model.shard import epoch_key
-from everstep.monitor.facts import JobFacts
+from everstep.monitor.journal_fold import JournalFold
 from everstep.monitor.pslog import PsLog
 
 
@@ -32,13 +32,13 @@ def _prefix(shard: int, start: int, stop: int) -> NDArray[np.uint64]:
 class Prints:
     """Computes fingerprints of ranges, keeping the prefix sums of the shard last asked for."""
 
-    def __init__(self, facts: JobFacts) -> None:
-        self._facts = facts
+    def __init__(self, fold: JournalFold) -> None:
+        self._fold = fold
         self._kept: dict[int, NDArray[np.uint64]] = {}
 
     def ranges(self, shard: int, lo: NDArray[np.int64], hi: NDArray[np.int64]) -> NDArray[np.uint64]:
         """Return the fingerprints of ``[lo[i], hi[i])`` of one shard; clipped to it."""
-        bounds = self._facts.bounds(ShardKey(shard))
+        bounds = self._fold.bounds(ShardKey(shard))
         if bounds is None:
             return np.zeros(len(lo), np.uint64)
         start, stop = bounds
@@ -62,7 +62,7 @@ class Prints:
         return found
 
     def whole(self, shard: int) -> np.uint64:
-        bounds = self._facts.bounds(ShardKey(shard))
+        bounds = self._fold.bounds(ShardKey(shard))
         assert bounds is not None
         return np.uint64(self.ranges(shard, np.array([bounds[0]]), np.array([bounds[1]]))[0])
 

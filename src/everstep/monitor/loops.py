@@ -29,7 +29,7 @@ class Asked(NamedTuple):
         return f"epoch {self.begin}" if self.until == self.begin + 1 else f"epochs {self.begin} to {self.until - 1}"
 
 
-class LoopFacts:
+class LoopFold:
     """Knows what loops asked for. ``leases``: the loop that a lease was granted in. ``carried``: (dataset, epoch) of
     which a worker had samples in hand, at the end of the data, for a step in its next loop: so they are that loop's."""
 

@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 
 from everstep.ids import ShardKey
 from everstep.model.reasons import Arrival
-from everstep.monitor.facts import JobFacts
 from everstep.monitor.fingerprints import Prints, tile
+from everstep.monitor.journal_fold import JournalFold
 from everstep.monitor.pslog import PartitionStint, PsLog
 from everstep.monitor.report import AuditReport, Offence
 
@@ -71,13 +71,13 @@ class JourneyCheck:
 
     def __init__(
         self,
-        facts: JobFacts,
+        fold: JournalFold,
         done: set[ShardKey],
         report: AuditReport,
         prints: Prints,
         skipped: Iterable[tuple[int, int, int]],
     ) -> None:
-        self.facts, self.done, self.report, self.prints = facts, done, report, prints
+        self.fold, self.done, self.report, self.prints = fold, done, report, prints
         self.handovers = 0
         self._values: dict[int, NDArray[np.uint64]] = {}  # id of a log -> value of its pushes
         self._positions: dict[int, list[dict[int, int]]] = {}  # id of a log -> per cut: partition -> place
@@ -157,12 +157,12 @@ class JourneyCheck:
         counts["void"] += int((~kept & (counted.lease > 0)).sum())
         counted.keep(kept)
         first = i == 0  # goes on from a checkpoint of another run
-        self._vouch(counted, marks, over.tolist(), (self.facts.resumed - set(marks)) if first else set(), first)
+        self._vouch(counted, marks, over.tolist(), (self.fold.resumed - set(marks)) if first else set(), first)
         if counted.print() == took.fingerprint:
             return True
         # Shards that came and went in a log's lost tail: the plan knows them, and only the sum can tell.
         here = set(counted.shard.tolist()) | set(marks)
-        lost = [k for k in self.done - self.facts.resumed if k not in here and k not in again]
+        lost = [k for k in self.done - self.fold.resumed if k not in here and k not in again]
         total = counted.print() + sum(int(self.prints.whole(k)) for k in lost)
         if lost and total % _M64 == took.fingerprint:
             self._vouch(counted, {}, lost, set(), False)
@@ -180,7 +180,7 @@ class JourneyCheck:
         an earlier run, to be counted without a word."""
         upto = dict(marks)
         for key in [*over, *whole]:
-            bounds = self.facts.bounds(ShardKey(key))
+            bounds = self.fold.bounds(ShardKey(key))
             if bounds is not None:
                 upto[key] = bounds[1]
         covered: dict[int, int] = {}
@@ -188,7 +188,7 @@ class JourneyCheck:
             covered[shard] = max(hi, covered.get(shard, hi))
         added = []
         for shard, mark in upto.items():
-            bounds = self.facts.bounds(ShardKey(shard))
+            bounds = self.fold.bounds(ShardKey(shard))
             if bounds is None:
                 continue
             start = covered.get(shard, bounds[0])
@@ -284,8 +284,8 @@ class JourneyCheck:
         order = np.lexsort((counted.lo, counted.shard))
         shard, lo, hi, lease = counted.shard[order], counted.lo[order], counted.hi[order], counted.lease[order]
         for key in self.done - set(shard.tolist()):
-            if key not in self.facts.resumed:
-                bounds = self.facts.bounds(key)
+            if key not in self.fold.resumed:
+                bounds = self.fold.bounds(key)
                 assert bounds is not None
                 self._offend("missing", partition, stint, key, *bounds, "")
         if not len(shard):
@@ -298,7 +298,7 @@ class JourneyCheck:
         odd_at = np.r_[False, uneven] | (lo >= hi)
         for first, end in zip(starts.tolist(), ends.tolist(), strict=True):
             key = ShardKey(int(shard[first]))
-            bounds = self.facts.bounds(key)
+            bounds = self.fold.bounds(key)
             if bounds is None:
                 self._offend("unknown shard", partition, stint, key, int(lo[first]), int(hi[end - 1]), "no plan has it")
                 continue
@@ -317,7 +317,7 @@ class JourneyCheck:
     def _offend(
         self, what: str, partition: int, stint: PartitionStint, shard: int, lo: int, hi: int, detail: str
     ) -> None:
-        name = self.facts.shard_name(ShardKey(shard)) if shard >= 0 else ""
+        name = self.fold.shard_name(ShardKey(shard)) if shard >= 0 else ""
         self._found.setdefault((what, stint.log.name, name, lo, hi, detail), []).append(partition)
 
 

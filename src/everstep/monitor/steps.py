@@ -20,7 +20,7 @@ from everstep.bounds import MALFORMED
 from everstep.ids import Incarnation, Slot
 from everstep.model.group import Committed, Group, Mark
 from everstep.model.shard import ShardSchedule
-from everstep.monitor.loops import LoopFacts
+from everstep.monitor.loops import LoopFold
 from everstep.monitor.report import AuditReport, Offence
 from everstep.storage.chain import BROKEN_CHAIN, read_chain
 
@@ -50,13 +50,13 @@ class Line(msgspec.Struct):
     told: list[Committed] = []
 
 
-class StepFacts:
+class StepFold:
     """Holds what the journal says of groups and their steps. ``lines`` by origin; ``members`` by generation.
     ``before``: by dataset, where a job that goes on from a checkpoint begins (but for the dataset of the first line's
     begin). ``loops``: what the script asked for."""
 
-    def __init__(self, loops: LoopFacts | None = None) -> None:
-        self.loops = loops or LoopFacts()
+    def __init__(self, loops: LoopFold | None = None) -> None:
+        self.loops = loops or LoopFold()
         self.lines: list[Line] = []
         self.members: dict[int, set[tuple[Slot, Incarnation]]] = {}
         self.before: dict[int, tuple[int, int]] = {}
@@ -111,16 +111,16 @@ def read_step_log(path: Path) -> StepLog:
 class StepCheck:
     """See the top of this file. ``over``: the job ended well, so everything must be there."""
 
-    def __init__(self, facts: StepFacts, plans: Sequence[ShardSchedule], report: AuditReport, over: bool) -> None:
-        self.facts, self.plans, self.report, self.over = facts, plans, report, over
+    def __init__(self, fold: StepFold, plans: Sequence[ShardSchedule], report: AuditReport, over: bool) -> None:
+        self.fold, self.plans, self.report, self.over = fold, plans, report, over
         self.places: dict[tuple[int, int], tuple[int, int, int]] = {}  # (origin, step) -> dataset, epoch, position
         self.pieces: dict[int, list[StepsPiece]] = {}  # by origin, told
         self.steps = self.voided = self.samples = self.skipped = 0
 
     def run(self, logs: Sequence[StepLog]) -> None:
-        lines = self.facts.lines
+        lines = self.fold.lines
         for i, line in enumerate(lines):
-            cursors = dict(self.facts.before)
+            cursors = dict(self.fold.before)
             for earlier in range(i):
                 for p in self._kept(lines[earlier], self._until(earlier, i)):
                     cursors[p.dataset] = self._turned(p.epoch, p.hi, self.plans[p.dataset].samples)
@@ -147,13 +147,13 @@ class StepCheck:
 
     def lines(self) -> Iterable[tuple[Line, list[StepsPiece]]]:
         """Return each line with what counts of it; after ``run``."""
-        lines = self.facts.lines
+        lines = self.fold.lines
         for i, line in enumerate(lines):
             yield line, list(self._kept(line, self._until(i, len(lines) - 1)))
 
     def _until(self, i: int, last: int) -> Mark | None:
         """Return where line ``i`` is cut by those behind it, up to line ``last``."""
-        return min((line.begin for line in self.facts.lines[i + 1 : last + 1]), default=None)
+        return min((line.begin for line in self.fold.lines[i + 1 : last + 1]), default=None)
 
     # ------------------------------------------------------------ the journal
 
@@ -203,7 +203,7 @@ class StepCheck:
 
     def _tile(self, count: dict[tuple[int, int], list[tuple[int, int]]]) -> None:
         """Check that every epoch's ranges, from whatever lines, meet without hole or overlap."""
-        first = self.facts.lines[0].begin if self.facts.lines else Mark()
+        first = self.fold.lines[0].begin if self.fold.lines else Mark()
         last = {d: max(e for x, e in count if x == d) for d, _ in count}
         for (dataset, epoch), spans in sorted(count.items()):
             at = first.position if (dataset, epoch) == (first.dataset, first.epoch) else 0
@@ -233,11 +233,11 @@ class StepCheck:
             else:
                 self.report.notes.append(f"{log.name}: {log.problem}")
         next_step: dict[int, int] = {}
-        last = len(self.facts.lines) - 1
-        cuts = {line.origin: self._until(i, last) for i, line in enumerate(self.facts.lines)}
+        last = len(self.fold.lines) - 1
+        cuts = {line.origin: self._until(i, last) for i, line in enumerate(self.fold.lines)}
         for c in log.steps:
-            line = self.facts.line(c.generation)
-            if line is None or (log.slot, log.incarnation) not in self.facts.members.get(c.generation, ()):
+            line = self.fold.line(c.generation)
+            if line is None or (log.slot, log.incarnation) not in self.fold.members.get(c.generation, ()):
                 self._offend("outside", log.name, c, f"it is not in generation {c.generation}")
                 continue
             expected = next_step.get(line.origin)
@@ -250,12 +250,12 @@ class StepCheck:
                 self._loop(log.name, StepsPiece(c.first, c.last, c.dataset, c.epoch, c.lo, c.hi, c.generation, c.loop))
             self._mark(line, c, log.name)
             told = max((p.last for p in self.pieces.get(line.origin, ())), default=-1)
-            if self.over and line is self.facts.lines[-1] and c.last > told:
+            if self.over and line is self.fold.lines[-1] and c.last > told:
                 self._offend("missing", "journal", c, f"{log.name} committed them, the journal has steps up to {told}")
 
     def _loop(self, who: str, p: StepsPiece) -> None:
         """These steps are of an epoch that their loop of the script asked for."""
-        wrong = self.facts.loops.of_steps(p.loop, p.dataset, p.epoch)
+        wrong = self.fold.loops.of_steps(p.loop, p.dataset, p.epoch)
         if wrong:
             words = f"{who}: {self._epoch(p.dataset, p.epoch)} [{p.lo}, {p.hi}) was trained {wrong}"
             self.report.loops.append(words)
@@ -264,16 +264,16 @@ class StepCheck:
         """A hole in a worker's log is right only where it was not in the group."""
         me = (log.slot, log.incarnation)
         for p in self.pieces.get(line.origin, ()):
-            if p.first < c.first and p.last >= expected and me in self.facts.members.get(p.generation, ()):
+            if p.first < c.first and p.last >= expected and me in self.fold.members.get(p.generation, ()):
                 words = f"it was in generation {p.generation}, but did not log steps {expected}..{c.first - 1}"
                 self._offend("missing", log.name, c, words)
                 return
 
     def _witnessed(self, logs: Sequence[StepLog]) -> None:
         """Check that every step that was told is in the log of a worker."""
-        for line in self.facts.lines:
+        for line in self.fold.lines:
             logged = sorted(
-                (c.first, c.last) for log in logs for c in log.steps if self.facts.line(c.generation) is line
+                (c.first, c.last) for log in logs for c in log.steps if self.fold.line(c.generation) is line
             )
             merged: list[list[int]] = []
             for first, last in logged:
@@ -318,13 +318,13 @@ class StepCheck:
 
 
 def check_steps(
-    facts: StepFacts, plans: Sequence[ShardSchedule], logs: Sequence[StepLog], run_dir: str, over: bool
+    fold: StepFold, plans: Sequence[ShardSchedule], logs: Sequence[StepLog], run_dir: str, over: bool
 ) -> AuditReport:
     """Audit committed steps. ``over``: the job ended well."""
     report = AuditReport(run_dir)
-    check = StepCheck(facts, plans, report, over)
+    check = StepCheck(fold, plans, report, over)
     check.run(logs)
-    for line in facts.lines[1:]:
+    for line in fold.lines[1:]:
         source = f"checkpoint {line.restore}" if line.restore else "the beginning"
         report.notes.append(
             f"every state was lost before generation {line.origin}: steps from {line.begin.step} on were"
@@ -334,8 +334,8 @@ def check_steps(
         "steps": check.steps,
         "void": check.voided,
         "samples": check.samples,
-        "generations": len(facts.members),
-        "lines": len(facts.lines),
+        "generations": len(fold.members),
+        "lines": len(fold.lines),
         "logs": len(logs),
         "skipped_samples": check.skipped,
     }

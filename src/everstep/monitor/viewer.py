@@ -248,7 +248,7 @@ def protection_view(brain: Brain, measured: Measured) -> ProtectionView | None:
 def is_protected(brain: Brain) -> bool:
     """Return whether there are mirrors, or partitions that nobody holds yet."""
     partitions, placement = brain.partitions, brain.placement
-    return placement is not None and bool(partitions.code.m or partitions.books.missing or placement.mirrors)
+    return placement is not None and bool(partitions.code.m or partitions.protection.missing or placement.mirrors)
 
 
 def checkpoint_view(brain: Brain) -> CheckpointView | None:
@@ -273,38 +273,38 @@ def checkpoint_view(brain: Brain) -> CheckpointView | None:
 
 def group_view(brain: Brain, steps_per_s: float) -> GroupView | None:
     """None: there is none, or not yet."""
-    books, spec = brain.state.groups, brain.job.spec
-    if books.group is None:
+    groups, spec = brain.state.groups, brain.job.spec
+    if groups.group is None:
         return None
     return GroupView(
-        generation=books.group.generation,
-        members=books.group.size,
+        generation=groups.group.generation,
+        members=groups.group.size,
         joining=len(brain.groups.joining()),
-        step=books.step,
+        step=groups.step,
         steps_per_s=round(steps_per_s, 2),
         strategy=spec.strategy,
-        paused=books.group.hold,
+        paused=groups.group.hold,
         logical_workers=spec.logical_workers,
-        steps_void=sum(v.last + 1 - v.first for v in books.history.voids),
+        steps_void=sum(v.last + 1 - v.first for v in groups.history.voids),
     )
 
 
 def supervision_view(brain: Brain, at: float) -> SupervisionView | None:
     """None: before the first fact."""
-    books = brain.state.supervision
-    if not books.changes:
+    supervision = brain.state.supervision
+    if not supervision.changes:
         return None
     wait_s = max_wait_s(brain.job.spec)
     return SupervisionView(
-        state=books.stage.value,
-        since=books.since,
-        why=books.why,
-        lack=books.lack,
-        until=books.short_since + wait_s if books.lack and wait_s and books.short_since else 0.0,
-        suspending=books.suspending if not brain.job.over else "",
-        suspensions=books.suspensions,
-        seconds=books.seconds(at),
-        stages=tuple(StageView(c.at, c.stage.value, c.why) for c in books.changes),
+        state=supervision.stage.value,
+        since=supervision.since,
+        why=supervision.why,
+        lack=supervision.lack,
+        until=supervision.short_since + wait_s if supervision.lack and wait_s and supervision.short_since else 0.0,
+        suspending=supervision.suspending if not brain.job.over else "",
+        suspensions=supervision.suspensions,
+        seconds=supervision.seconds(at),
+        stages=tuple(StageView(c.at, c.stage.value, c.why) for c in supervision.changes),
     )
 
 

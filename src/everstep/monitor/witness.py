@@ -30,7 +30,7 @@ from everstep.ids import LeaseNo, ShardKey
 from everstep.model.group import Mark
 from everstep.model.shard import shard_key, split_key
 from everstep.model.snapshot import Manifest
-from everstep.monitor.facts import JobFacts, JournalReader
+from everstep.monitor.journal_fold import JournalFold, JournalReader
 from everstep.monitor.pslog import PsLog, read_log
 from everstep.monitor.report import AuditReport, Verdict
 from everstep.monitor.steps import StepCheck
@@ -146,10 +146,10 @@ def expectation(run_dir: Path, checkpoint: int = 0, runs: int = 0) -> Expectatio
     checkpoint (0: now). Raises ConfigError, PlatformError."""
     with JournalReader(run_dir / "journal.sqlite") as journal:
         journal.advance()
-        facts = journal.facts
-    at = None if facts.done_well else facts.manifests.get(checkpoint)
-    made = _of_groups(facts, run_dir, at) if facts.brain.takes(StepsCommitted) else _of_servers(facts, run_dir, at)
-    url = facts.brain.checkpoints.resumed_from
+        fold = journal.fold
+    at = None if fold.done_well else fold.manifests.get(checkpoint)
+    made = _of_groups(fold, run_dir, at) if fold.brain.takes(StepsCommitted) else _of_servers(fold, run_dir, at)
+    url = fold.brain.checkpoints.resumed_from
     if not url:
         return made
     before = _run_of(url)
@@ -172,15 +172,15 @@ def _run_of(url: str) -> Path | None:
     return next((p for p in (path, path.parent) if (p / "journal.sqlite").is_file()), None)
 
 
-def _of_groups(facts: JobFacts, run_dir: Path, manifest: Manifest | None) -> Expectation:
-    on_ps = facts.brain.job.spec.ps > 0
-    check = StepCheck(facts.steps, facts.plans, AuditReport(""), over=False)
+def _of_groups(fold: JournalFold, run_dir: Path, manifest: Manifest | None) -> Expectation:
+    on_ps = fold.brain.job.spec.ps > 0
+    check = StepCheck(fold.steps, fold.plans, AuditReport(""), over=False)
     check.run([])
     epochs: dict[Where, Expected] = {}
     mark = manifest.replica.mark if manifest is not None and manifest.replica is not None else None
-    for number, dataset in enumerate(facts.brain.shards.datasets):
+    for number, dataset in enumerate(fold.brain.shards.datasets):
         samples = dataset.plan.samples
-        cursor = facts.brain.state.groups.cursor(number)
+        cursor = fold.brain.state.groups.cursor(number)
         if mark is not None and manifest is not None:
             finished = manifest.datasets[number].finished_epochs if number < len(manifest.datasets) else 0
             cursor = mark if mark.dataset == number else Mark(mark.step, number, finished, 0)
@@ -194,7 +194,7 @@ def _of_groups(facts: JobFacts, run_dir: Path, manifest: Manifest | None) -> Exp
                 if where[0] == first[0] == number and where >= first:
                     known.perhaps.append((replica.waits_from if where == first else 0, known.done))
         if mark is not None and on_ps:  # (its tables are of a little later than the rest)
-            now = facts.brain.state.groups.cursor(number)
+            now = fold.brain.state.groups.cursor(number)
             for epoch in range(cursor.epoch, now.epoch + (now.position > 0)):
                 done = cursor.position if epoch == cursor.epoch else 0
                 epochs[number, epoch] = Expected(samples, done)
@@ -227,23 +227,23 @@ def _inside(spans: Iterable[tuple[int, int]], lo: int, hi: int) -> Spans:
     return sorted({(max(a, lo), min(b, hi)) for a, b in spans if max(a, lo) < min(b, hi)})
 
 
-def _of_servers(facts: JobFacts, run_dir: Path, manifest: Manifest | None) -> Expectation:
+def _of_servers(fold: JournalFold, run_dir: Path, manifest: Manifest | None) -> Expectation:
     logs = [read_log(p) for p in sorted((run_dir / "audit").glob("ps-*.log"))]
     quiet = not any(log.moved for log in logs) and len({log.slot for log in logs}) == len(logs)
     epochs: dict[Where, Expected] = {}
-    for number, dataset in enumerate(facts.brain.shards.datasets):
+    for number, dataset in enumerate(fold.brain.shards.datasets):
         for epoch in range(len(dataset.epochs)):
             epochs[number, epoch] = Expected(dataset.plan.samples, whole=dataset.epochs[epoch].finished)
-    for key in facts.done if manifest is None else _covered(manifest):
+    for key in fold.done if manifest is None else _covered(manifest):
         number, epoch, index = split_key(key)
-        lo, hi = facts.plans[number].bounds(index)
+        lo, hi = fold.plans[number].bounds(index)
         epochs[number, epoch].done += hi - lo
     if manifest is not None:  # (it has what it covers, and some of what came meanwhile)
         for epoch_of in epochs.values():
             epoch_of.whole = epoch_of.done == epoch_of.samples
-    for key in facts.quarantined():
+    for key in fold.quarantined():
         number, epoch, index = split_key(key)
-        lo, hi = facts.plans[number].bounds(index)
+        lo, hi = fold.plans[number].bounds(index)
         epochs[number, epoch].done += hi - lo
         epochs[number, epoch].perhaps.append((lo, hi))  # (it may have been begun)
     partitions: dict[tuple[int, int, int], int] = {}
@@ -255,15 +255,15 @@ def _of_servers(facts: JobFacts, run_dir: Path, manifest: Manifest | None) -> Ex
         number, epoch, _ = split_key(ShardKey(shard))
         one = epochs.get((number, epoch))
         if one is not None:
-            (one.not_applied if quiet and count >= facts.partitions else one.perhaps).append((lo, hi))
+            (one.not_applied if quiet and count >= fold.partitions else one.perhaps).append((lo, hi))
     steps: dict[tuple[int, int], tuple[int, int]] | None = None
-    spec = facts.brain.job.spec
+    spec = fold.brain.job.spec
     if quiet and not spec.consistency.startswith("sync") and all(one.whole for one in epochs.values()):
         steps = {}
         for log in logs:
             for owned in range(len(log.owned)):
                 mine = [i for i in range(log.n) if not log.skipped[i] and log.mask(int(log.partitions[i]))[owned]]
-                _count(steps, facts, log, mine)
+                _count(steps, fold, log, mine)
     return Expectation(epochs, steps)
 
 
@@ -280,13 +280,13 @@ def _covered(manifest: Manifest) -> Iterator[ShardKey]:
                 yield from (shard_key(number, epoch, index) for index in range(first, last))
 
 
-def _count(steps: dict[tuple[int, int], tuple[int, int]], facts: JobFacts, log: PsLog, rows: list[int]) -> None:
+def _count(steps: dict[tuple[int, int], tuple[int, int]], fold: JournalFold, log: PsLog, rows: list[int]) -> None:
     """Count the steps of one partition: they lie between those of the partition that has the fewest and the one that
     has the most. A single sample may be all of an iteration, or what the first of several steps in it consumed."""
     mine: dict[tuple[int, int], tuple[int, int]] = {}
     for i, after in zip(rows, [*rows[1:], -1], strict=True):
         shard, lease = int(log.shard[i]), int(log.lease[i])
-        loop, _ = facts.loops.leases.get((LeaseNo(lease), ShardKey(shard)), (0, None))
+        loop, _ = fold.loops.leases.get((LeaseNo(lease), ShardKey(shard)), (0, None))
         at = loop, split_key(ShardKey(shard))[1]
         part = after >= 0 and log.hi[i] - log.lo[i] == 1 and (log.shard[after], log.lo[after]) == (shard, log.hi[i])
         least, most = mine.get(at, (0, 0))
@@ -299,10 +299,10 @@ def _count(steps: dict[tuple[int, int], tuple[int, int]], facts: JobFacts, log: 
 # ---------------------------------------------------------------- both
 
 
-def compare(counts: Counts, said: Expectation, facts: JobFacts) -> list[str]:
+def compare(counts: Counts, said: Expectation, fold: JournalFold) -> list[str]:
     """Return where the two differ, in words."""
     out: list[str] = []
-    names = [plan.name for plan in facts.plans]
+    names = [plan.name for plan in fold.plans]
     for where in sorted({*counts.rows, *said.epochs}):
         name = f"{names[where[0]] if where[0] < len(names) else f'dataset {where[0]}'} e{where[1]}"
         ids, values = counts.rows.get(where, (np.zeros(0, np.int64), np.zeros(0, np.float32)))
@@ -317,7 +317,7 @@ def compare(counts: Counts, said: Expectation, facts: JobFacts) -> list[str]:
         elif not one.least <= applied <= one.most:
             between = f"{one.most:,}" if one.least == one.most else f"{one.least:,} to {one.most:,}"
             out.append(f"{name}: {applied:,} samples were applied once, and the audit says {between}")
-    return out + _steps(counts, said, facts)
+    return out + _steps(counts, said, fold)
 
 
 def _named(
@@ -330,14 +330,14 @@ def _named(
     return [f"{name}: the count of {n:,} samples {what}: {first}{', ...' if n > _SHOWN else ''}"]
 
 
-def _steps(counts: Counts, said: Expectation, facts: JobFacts) -> list[str]:
+def _steps(counts: Counts, said: Expectation, fold: JournalFold) -> list[str]:
     out: list[str] = []
     if counts.steps is None:
         return out
     for at, epoch in np.argwhere(counts.steps > OFF_MAX).tolist():
         loop, found = at + 1, float(counts.steps[at, epoch])
-        asked = facts.loops.asked.get(loop, set())
-        fits = any(one.begin <= epoch < one.until or (one.dataset, epoch) in facts.loops.carried for one in asked)
+        asked = fold.loops.asked.get(loop, set())
+        fits = any(one.begin <= epoch < one.until or (one.dataset, epoch) in fold.loops.carried for one in asked)
         if asked and not fits:
             over = ", ".join(map(str, sorted(asked)))
             out.append(f"loop {loop} of the script is over {over}, and has {found:g} steps of epoch {epoch}")
@@ -358,7 +358,7 @@ def witnessed(run_dir: Path, report: AuditReport, folder: Path | None = None) ->
     no model to ask. Raises ConfigError where there is none though the job ended well, PlatformError."""
     with JournalReader(run_dir / "journal.sqlite") as journal:
         journal.advance()
-        facts = journal.facts
+        fold = journal.fold
     try:
         counts = read_counts(folder or run_dir / "model")
     except ConfigError:
@@ -367,7 +367,7 @@ def witnessed(run_dir: Path, report: AuditReport, folder: Path | None = None) ->
         report.notes.append("the witness was not asked: the job left no model")
         return report
     said = expectation(run_dir, _checkpoint_of(folder or run_dir / "model"))
-    report.witness = compare(counts, said, facts)
+    report.witness = compare(counts, said, fold)
     applied = sum(int((np.rint(values) == 1).sum()) for _, values in counts.rows.values())
     steps = 0 if counts.steps is None else round(float(counts.steps.sum()))
     report.counts |= {"witnessed_samples": applied, "witnessed_steps": steps}

@@ -1,6 +1,6 @@
 """Is the exactly-once ledger of a ps on its own: fences, watermarks, fingerprints, released shards; no rows.
 
-The same rules as ``Store``, in plain Python: the twin keeps its books with it, the simulator runs it.
+The same rules as ``Store``, in plain Python: the twin keeps its ledger with it, the simulator runs it.
 
 A partition applies a push of ``[lo, hi)`` iff the shard is open there, no later lease fenced this one, and ``lo`` is
 its watermark; then the watermark is ``hi``. ``hi <= watermark``: a repeat, acknowledged, nothing changes. Anything else

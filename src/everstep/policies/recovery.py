@@ -64,7 +64,7 @@ def recover(builder: PlacementBuilder, snapshot_of: Callable[[PartitionId], int 
     next one under their old owner's name.
     """
     builder.drop([m for m in builder.mirrors if m.at not in builder.living])
-    # Whatever the books say of a mirror of it there, its ps has tried.
+    # Whatever the state says of a mirror of it there, its ps has tried.
     builder.drop(
         [m for m in builder.mirrors if any(b in builder.stuck and builder.owner[b] == m.at for b in m.members)]
     )

@@ -13,7 +13,7 @@ from everstep.model.snapshot import Manifest, PartitionSnapshot
 from everstep.model.table import TableSpec, difference
 from everstep.native import Store
 from everstep.protect.manifest import assemble
-from everstep.protect.snapshots import marks_facts
+from everstep.protect.snapshots import read_marks
 from everstep.storage.places import StoragePlace, open_place
 
 
@@ -58,8 +58,8 @@ def load_partition(store: LoadingStore, place: StoragePlace | str, snapshot: Par
         raise CheckpointError(f"{where}: of a job with {head.partitions} partitions, this one has {store.n_partitions}")
     check_tables(head.tables, store.specs(), where)
     try:
-        facts = marks_facts(whole.marks)
-        if (facts.seq, facts.fingerprint, facts.watermarks) != (
+        read = read_marks(whole.marks)
+        if (read.seq, read.fingerprint, read.watermarks) != (
             snapshot.seq,
             snapshot.fingerprint,
             snapshot.watermarks,

@@ -52,7 +52,7 @@ class SnapshotStore(Protocol):
     def partition_rows(self, partition: int) -> dict[int, int]: ...
 
 
-class MarksFacts(NamedTuple):
+class MarksRead(NamedTuple):
     """Is what a manifest says of a partition's marks. ``watermarks``: (shard, watermark) of the open shards,
     ascending."""
 
@@ -61,11 +61,11 @@ class MarksFacts(NamedTuple):
     watermarks: tuple[tuple[ShardKey, int], ...]
 
 
-def marks_facts(blob: bytes) -> MarksFacts:
+def read_marks(blob: bytes) -> MarksRead:
     """Reads a blob of kind MARKS (see native/blob.h). ValueError: it is none."""
     found = parse_marks(blob)
     marks = sorted((ShardKey(shard), watermark) for shard, watermark, _ in found.marks.shards)
-    return MarksFacts(found.seq, found.marks.fingerprint, tuple(marks))
+    return MarksRead(found.seq, found.marks.fingerprint, tuple(marks))
 
 
 def _only(pages: Pages, which: NDArray[np.bool_]) -> Pages:
@@ -274,7 +274,7 @@ class SnapshotWriter:
         except RuntimeError as error:  # it is being rebuilt here
             raise StorageError(f"partition {partition} cannot be written yet: {error}") from None
         try:
-            facts = marks_facts(marks)
+            read = read_marks(marks)
             kind = "base" if before is None else "delta"
             path = f"images/{checkpoint:06d}/bucket-{partition:04d}-{kind}-{secrets.token_hex(4)}.img"
             head = SnapshotHead(
@@ -282,7 +282,7 @@ class SnapshotWriter:
                 partition=partition,
                 checkpoint=checkpoint,
                 base=before is None,
-                seq=facts.seq,
+                seq=read.seq,
                 partitions=store.n_partitions,
                 tables=tuple(store.specs()),
             )
@@ -308,9 +308,9 @@ class SnapshotWriter:
         earlier: tuple[CheckpointFile, ...] = () if before is None else before.snapshot.files
         snapshot = PartitionSnapshot(
             partition=partition,
-            seq=facts.seq,
-            fingerprint=facts.fingerprint,
-            watermarks=facts.watermarks,
+            seq=read.seq,
+            fingerprint=read.fingerprint,
+            watermarks=read.watermarks,
             files=(*earlier, out.checkpoint_file(path)),
             rows=rows,
             bytes_written=out.size_bytes,

@@ -79,7 +79,7 @@ from everstep.net.messages import (
 from everstep.net.retry import backoff
 from everstep.protect import machine
 from everstep.protect.machine import MirrorAction
-from everstep.protect.snapshots import marks_facts
+from everstep.protect.snapshots import read_marks
 from everstep.ps.meter import Meter
 from everstep.ps.mirror_server import MirrorServer
 from everstep.ps.ps_load import PartitionLoad
@@ -250,10 +250,10 @@ class PsService:
             self.store.release(list(self._released))  # what came here may not have heard of them
 
     def _log_took(self, partition: PartitionId, how: Arrival) -> None:
-        facts = marks_facts(self.store.marks(partition))
-        shards, version = np.array(facts.watermarks, "<i8").tobytes(), self.version
+        read = read_marks(self.store.marks(partition))
+        shards, version = np.array(read.watermarks, "<i8").tobytes(), self.version
         self._append(
-            lambda seq, at: AcquiredRecord(seq, partition, how, facts.seq, shards, facts.fingerprint, at, version)
+            lambda seq, at: AcquiredRecord(seq, partition, how, read.seq, shards, read.fingerprint, at, version)
         )
 
     def _log_gave(self, partition: PartitionId, partition_seq: int) -> None:

@@ -743,7 +743,7 @@ def spans_of(token: Token, skipped: bool, more: Sequence[Span]) -> tuple[SpanTup
 def watermarks(ledger: PushLedger, spans: Sequence[SpanTuple]) -> dict[int, dict[int, int]]:
     """Return, by partition, the watermarks of the shards that these spans are of."""
     shards = {span[0] for span in spans}
-    return {b: {s: book.shards[s][0] for s in shards if s in book.shards} for b, book in ledger.partitions.items()}
+    return {b: {s: entry.shards[s][0] for s in shards if s in entry.shards} for b, entry in ledger.partitions.items()}
 
 
 # ---------------------------------------------------------------- a worker

@@ -1,4 +1,4 @@
-"""Runs mode allreduce under virtual time: the real brain, watch, journal rules, machine of a group and books of
+"""Runs mode allreduce under virtual time: the real brain, watch, journal rules, machine of a group and state of
 committed steps; the shells and the collectives are modelled.
 
 A collective completes when every member has come and all links between them work; its result reaches each member on
@@ -54,7 +54,7 @@ from everstep.model.plan import AdjustAccum, AdjustBatch, KillRestart
 from everstep.model.plan import Plan as PolicyPlan
 from everstep.model.reasons import LeaveReason
 from everstep.model.snapshot import CheckpointFile, Manifest, ReplicaCopy
-from everstep.monitor.steps import StepFacts, StepLog, check_steps
+from everstep.monitor.steps import StepFold, StepLog, check_steps
 from everstep.policies.step_split import StepCut as StepCut
 from everstep.policies.step_split import cut_step
 from everstep.sim.cluster import Child, Disk, SimAgent, SimMaster
@@ -1205,7 +1205,7 @@ class GroupSimulation(Simulation):
             raise Violation(f"the job failed: {self.over[1]}")
         self.check()
         self.replay()
-        books = self.master.brain.state.groups
+        groups = self.master.brain.state.groups
         return SimOutcome(
             self.seed,
             kernel.crc,
@@ -1217,38 +1217,38 @@ class GroupSimulation(Simulation):
             self.failovers,
             self.replayed,
             self.deaths,
-            books.step,
-            sum(v.last + 1 - v.first for v in books.history.voids),
+            groups.step,
+            sum(v.last + 1 - v.first for v in groups.history.voids),
         )
 
     def check(self) -> None:
         """Every sample exactly once, by the journal, by the workers' logs, and in the states of those that ended."""
         brain, scenario = self.master.brain, self.scenario
-        books = brain.state.groups
+        groups = brain.state.groups
         if brain.shards.samples_done != scenario.epochs * scenario.samples:
             raise Violation(f"{brain.shards.samples_done} samples done of {scenario.epochs} x {scenario.samples}")
-        facts, fresh = StepFacts(), Brain()
+        fold, fresh = StepFold(), Brain()
         for event, _ in self.disk.log:
             out = fresh.handle(event)
             fact = event.fact
             if isinstance(fact, StepsCommitted) and not isinstance(getattr(out[0], "answer", None), Fenced):
-                facts.told(fact.steps)
+                fold.told(fact.steps)
             for i in out:
                 if isinstance(i, PublishGroup):
-                    facts.published(i.group)
+                    fold.published(i.group)
         logs = [StepLog(slot, life, steps) for (slot, life), steps in self.logs.items()]
-        report = check_steps(facts, [self.plan], logs, "", True)
+        report = check_steps(fold, [self.plan], logs, "", True)
         if not report.ok:
             raise Violation(report.text())
         whole = sum(prints(epoch, 0, scenario.samples) for epoch in range(scenario.epochs)) & MASK
-        ended = [(step, found) for origin, step, found in self.ended_well if origin == books.origin]
+        ended = [(step, found) for origin, step, found in self.ended_well if origin == groups.origin]
         if not ended:  # (of a line before: its end was lost with its agent)
             raise Violation("nobody ended with the trained state")
         for step, found in ended:
-            if (step, found) != (books.step, whole):
-                raise Violation(f"a script ended with the state of step {step}, not {books!r}")
-        if (books.origin, books.step, whole) not in self.saved:
-            raise Violation(f"no chief saved the result of {books!r}: {self.saved}")
+            if (step, found) != (groups.step, whole):
+                raise Violation(f"a script ended with the state of step {step}, not {groups!r}")
+        if (groups.origin, groups.step, whole) not in self.saved:
+            raise Violation(f"no chief saved the result of {groups!r}: {self.saved}")
 
     def where(self) -> str:
         brain = self.master.brain

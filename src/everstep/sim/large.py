@@ -98,25 +98,25 @@ def formed(workers: int, step_s: float, seed: int) -> Large:
 def measure(workers: int, seconds: float, every_s: float, step_s: float, seed: int = 1) -> dict[str, float]:
     """Run for ``seconds`` (virtual) after everybody is there, losing a worker every ``every_s``."""
     sim = formed(workers, step_s, seed)
-    books = sim.master.brain.state.groups
-    before, cpu, events, started = books.step, sim.cpu_s, sim.brain_events, sim.kernel.now
+    groups = sim.master.brain.state.groups
+    before, cpu, events, started = groups.step, sim.cpu_s, sim.brain_events, sim.kernel.now
     sim.kernel.after(every_s / 2, sim.kill_one, every_s)
     sim.kernel.run(started + seconds)
-    books = sim.master.brain.state.groups
-    steps = books.step - before
+    groups = sim.master.brain.state.groups
+    steps = groups.step - before
     calm = measure_calm(workers, step_s, seed) if sim.kills else steps / seconds
     return {
         "workers": workers,
         "losses": sim.kills,
         "steps_redone": sim.redone,
-        "generations": books.generations,
+        "generations": groups.generations,
         "steps": steps,
         "steps_per_s": round(steps / seconds, 3),
         "goodput": round(steps / seconds / calm, 4),
         "hold_up_s": round(max(sim.hold_up, default=0.0), 3),
         "events_per_s": round((sim.brain_events - events) / seconds, 2),
         "cpu_us_per_step": round((sim.cpu_s - cpu) / max(1, steps) * 1e6, 1),
-        "void": float(sum(v.last + 1 - v.first for v in books.history.voids)),
+        "void": float(sum(v.last + 1 - v.first for v in groups.history.voids)),
     }
 
 

@@ -167,9 +167,9 @@ class Lineage(Truth):
         if not what.absent and what.content != self.content[partition]:
             raise Violation(f"{name}, holds other samples than were applied to it")
         prints = sum(batch_fingerprint(c.shard, c.lo, c.hi) for c in log if c.lo >= 0) + self.bases.get(partition, 0)
-        if what.book.fingerprint != prints & _MASK:
+        if what.ledger.fingerprint != prints & _MASK:
             raise Violation(f"{name}, has another fingerprint than what was applied to it")
-        for shard, (mark, fence) in what.book.shards.items():
+        for shard, (mark, fence) in what.ledger.shards.items():
             key = ShardKey(shard)
             known = self.fences.get((partition, key), -1)
             if fence != known:
@@ -200,14 +200,14 @@ class Lineage(Truth):
             for lo in range(n):
                 if bits >> lo & 1:
                     total += batch_fingerprint(epoch << 32, lo, lo + 1)
-        if what.book.fingerprint != total & _MASK:
+        if what.ledger.fingerprint != total & _MASK:
             raise Violation(f"the image of bucket {partition} has another fingerprint than its samples")
         self.content[partition] = what.content
         self.log[partition] = []
         self.bases[partition] = total
         for key in [k for k in self.fences if k[0] == partition]:
             del self.fences[key]
-        for number, (_, fence) in what.book.shards.items():
+        for number, (_, fence) in what.ledger.shards.items():
             self.fences[partition, ShardKey(number)] = fence
 
     # ------------------------------------------------------------ a whole job that goes on from a checkpoint

@@ -77,29 +77,29 @@ class PushIgnoresFence(PushLedger):
         skipped: bool = False,
         more: Sequence[SpanTuple] = (),
     ) -> PushResult:
-        books = [k.shards[shard] for k in self.partitions.values() if shard in k.shards]
-        fences = [book[1] for book in books]
-        for book in books:
-            book[1] = min(book[1], lease)
+        entries = [k.shards[shard] for k in self.partitions.values() if shard in k.shards]
+        fences = [entry[1] for entry in entries]
+        for entry in entries:
+            entry[1] = min(entry[1], lease)
         result = super().push(shard, lo, hi, lease, partitions, skipped, more)
-        for book, fence in zip(books, fences, strict=True):
-            book[1] = fence
+        for entry, fence in zip(entries, fences, strict=True):
+            entry[1] = fence
         return result
 
 
 class OpenIgnoresFence(PushLedger):
     def open(self, shard: int, start: int, lease: int) -> tuple[list[int], list[int]] | None:
-        for book in self.partitions.values():
-            if shard in book.shards:
-                book.shards[shard][1] = min(book.shards[shard][1], lease)
+        for entry in self.partitions.values():
+            if shard in entry.shards:
+                entry.shards[shard][1] = min(entry.shards[shard][1], lease)
         return super().open(shard, start, lease)
 
 
 class OpenStartsOver(PushLedger):
     def open(self, shard: int, start: int, lease: int) -> tuple[list[int], list[int]] | None:
-        for book in self.partitions.values():
-            if shard in book.shards and book.shards[shard][1] < lease:
-                book.shards[shard][0] = start
+        for entry in self.partitions.values():
+            if shard in entry.shards and entry.shards[shard][1] < lease:
+                entry.shards[shard][0] = start
         return super().open(shard, start, lease)
 
 
@@ -116,9 +116,9 @@ class GapMovesWatermark(PushLedger):
     ) -> PushResult:
         result = super().push(shard, lo, hi, lease, partitions, skipped, more)
         if result.gap >= 0:
-            for book in self.partitions.values():
-                if shard in book.shards and book.shards[shard][0] < lo:
-                    book.shards[shard][0] = hi
+            for entry in self.partitions.values():
+                if shard in entry.shards and entry.shards[shard][0] < lo:
+                    entry.shards[shard][0] = hi
         return result
 
 

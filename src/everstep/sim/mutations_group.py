@@ -1,6 +1,6 @@
 """Plants bugs of groups (mode allreduce) on purpose, to see that the simulator finds them.
 
-Each is what somebody could really get wrong: in the brain's books of groups, in a worker's machine, in its books of
+Each is what somebody could really get wrong: in the brain's state of groups, in a worker's machine, in its ledger of
 committed steps, or in the master's shell. Not in the list, because nothing is lost by them: a newcomer that enters
 without a copy (it gets the state when the group agrees), a step that is done again though others committed it (they
 have the newer state, which all take), a leaver whose death is not told (who waits for it stalls, which is looked into).
@@ -17,7 +17,7 @@ from everstep.brain.brain import Brain
 from everstep.brain.concerns import generations as generations_module
 from everstep.brain.concerns.generations import Generations
 from everstep.brain.concerns.group_askers import GroupAskers
-from everstep.brain.concerns.group_facts import GroupFacts
+from everstep.brain.concerns.group_reader import GroupReader
 from everstep.brain.concerns.group_stalls import GroupStalls
 from everstep.brain.members import Members, SlotRecord
 from everstep.brain.shards import Shards
@@ -36,10 +36,10 @@ _fall_back = Generations.fall_back
 # ---------------------------------------------------------------- the brain
 
 
-def _loss_not_told(self: GroupFacts, lives: Iterable[tuple[Slot, Incarnation]]) -> None: ...
+def _loss_not_told(self: GroupReader, lives: Iterable[tuple[Slot, Incarnation]]) -> None: ...
 
 
-def _copies_count(self: GroupFacts, m: GroupMember) -> bool:
+def _copies_count(self: GroupReader, m: GroupMember) -> bool:
     return self.living(m.slot, m.incarnation) is not None
 
 
@@ -55,13 +55,13 @@ def _one_line(
 def _leavers_are_lost(
     self: Generations, members: tuple[GroupMember, ...], hold: str, begin: Mark, restore: int, origin: int
 ) -> Group:
-    self.facts.lose((x.slot, x.incarnation) for x in self.books.leavers)
+    self.reader.lose((x.slot, x.incarnation) for x in self.group_state.leavers)
     return _next(self, members, hold, begin, restore, origin)
 
 
 def _any_mark_is_the_end(self: GroupAskers, record: SlotRecord, e: Any) -> bool:
-    at_end = self.books.cursor(e.dataset).epoch >= e.until_epoch
-    return e.mark is not None and not self.facts.member(record) and at_end
+    at_end = self.group_state.cursor(e.dataset).epoch >= e.until_epoch
+    return e.mark is not None and not self.reader.member(record) and at_end
 
 
 def _never_stalled(self: GroupStalls, generation: int) -> None: ...
@@ -71,7 +71,7 @@ def _never_stuck(self: GroupStalls, slot: Slot, generation: int, waited_s: float
     return None, ""
 
 
-def _begins_too_early(self: GroupFacts) -> bool:
+def _begins_too_early(self: GroupReader) -> bool:
     return False
 
 
@@ -159,8 +159,8 @@ def _patch(name: str, what: str, owner: object, attribute: str, value: object, *
 
 
 GROUP_MUTATIONS: tuple[Mutation, ...] = (
-    _patch("loss-not-told", "a group does not name the lost", GroupFacts, "lose", _loss_not_told, _BLIND),
-    _patch("copies-count", "a copy counts as the state before a step was told", GroupFacts, "holds", _copies_count),
+    _patch("loss-not-told", "a group does not name the lost", GroupReader, "lose", _loss_not_told, _BLIND),
+    _patch("copies-count", "a copy counts as the state before a step was told", GroupReader, "holds", _copies_count),
     _patch(
         "nothing-void",
         "the journal stays where it was when all states are lost",
@@ -190,7 +190,7 @@ GROUP_MUTATIONS: tuple[Mutation, ...] = (
     _patch(
         "begins-too-early",
         "a line begins before the newest manifest",
-        GroupFacts,
+        GroupReader,
         "committing",
         property(_begins_too_early),
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from everstep.brain.concerns import partition_facts
+from everstep.brain.concerns import partition_reader
 from everstep.brain.members import Members
 from everstep.config.parity import ParityCode
 from everstep.ids import NodeId
@@ -32,7 +32,7 @@ MACHINE_MUTATIONS: tuple[Mutation, ...] = (
         "two-units-on-a-machine",
         "a layout looks at ps only, not at the machines that they stand on",
         Parts(),
-        ((partition_facts, "limits_of", _no_limits),),
+        ((partition_reader, "limits_of", _no_limits),),
     ),
     Mutation(
         "each-node-a-machine",

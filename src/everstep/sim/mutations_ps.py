@@ -96,7 +96,7 @@ class FencesForgotten(SimStore):
 
     def _rebuilt(self, who: _SimMember, page: Page) -> Partition:
         partition = super()._rebuilt(who, page)
-        for mark in partition.book.shards.values():
+        for mark in partition.ledger.shards.values():
             mark[1] = 0
         return partition
 
@@ -233,7 +233,7 @@ class ServesWhatIsFenced(MirrorPs):
         self, worker: Any, token: Any, bitmap: bytes, skipped: bool, life: int, route: int, more: Any = ()
     ) -> None:
         for partition in self.store.fenced:
-            self.store.ledger.partitions[partition] = self.store.partitions[partition].book
+            self.store.ledger.partitions[partition] = self.store.partitions[partition].ledger
         super().on_push(worker, token, bitmap, skipped, life, self.route, more)
 
 

@@ -108,7 +108,7 @@ class WatermarksForgotten(SimStore):
 
     def load_end(self, partition: PartitionId, what: Partition | None) -> None:
         if what is not None:
-            what.book.shards = {}
+            what.ledger.shards = {}
         super().load_end(partition, what)
 
 

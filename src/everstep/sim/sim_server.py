@@ -432,12 +432,12 @@ class MirrorPs(Child):
             self.snapshots += 1
             path = f"images/{self.sim.jobs:06}/bucket-{self.name.replace(':', '-')}-{self.snapshots}"
             self.sim.files[path] = partition.copy()
-            marks = tuple((ShardKey(s), m[0]) for s, m in sorted(partition.book.shards.items()))
+            marks = tuple((ShardKey(s), m[0]) for s, m in sorted(partition.ledger.shards.items()))
             snapshots.append(
                 PartitionSnapshot(
                     partition=b,
                     seq=partition.seq,
-                    fingerprint=partition.book.fingerprint,
+                    fingerprint=partition.ledger.fingerprint,
                     watermarks=marks,
                     files=(CheckpointFile(path, 1, ""),),
                 )

@@ -53,22 +53,22 @@ class Partition:
     """Is a partition that is here. ``content``: one bit per sample of each epoch. ``absent``: bits that are not back
     yet."""
 
-    __slots__ = ("absent", "book", "content", "seq")
+    __slots__ = ("absent", "content", "ledger", "seq")
 
     def __init__(self) -> None:
-        self.book = PartitionLedger()
+        self.ledger = PartitionLedger()
         self.content = self.absent = 0
         self.seq = 0
 
     def copy(self) -> Partition:
         other = Partition()
         other.seq, other.content = self.seq, self.content
-        other.book.fingerprint = self.book.fingerprint
-        other.book.shards = {shard: list(mark) for shard, mark in self.book.shards.items()}
+        other.ledger.fingerprint = self.ledger.fingerprint
+        other.ledger.shards = {shard: list(mark) for shard, mark in self.ledger.shards.items()}
         return other
 
     def marks(self) -> Marks:
-        return {shard: (mark[0], mark[1]) for shard, mark in self.book.shards.items()}
+        return {shard: (mark[0], mark[1]) for shard, mark in self.ledger.shards.items()}
 
 
 class _SimMember:
@@ -162,10 +162,10 @@ class SimStore:
             bits ^= self._bits(s, first, last)
         applied = bitmap_partitions(result.partitions) if result.partitions else list(self.ledger.partitions)
         flips = set(map(PartitionId, applied)) if result.applied else set()
-        for b, book in self.ledger.partitions.items():
+        for b, entry in self.ledger.partitions.items():
             if (key := PartitionId(b)) not in flips:
                 continue
-            now = {s: (mark[0], mark[1]) for s in shards if (mark := book.shards.get(s))}
+            now = {s: (mark[0], mark[1]) for s in shards if (mark := entry.shards.get(s))}
             self._change(key, {s: mark for s, mark in now.items() if mark != before[s][b]}, bits)
         for s in shards:
             self._changed(s, before[s], flips)
@@ -188,8 +188,8 @@ class SimStore:
         told: Collection[PartitionId] = (),
     ) -> None:
         """Tell of the marks of ``shard`` that are not as ``before``. ``told``: partitions that were told of."""
-        for b, book in self.ledger.partitions.items():
-            mark = book.shards.get(shard)
+        for b, entry in self.ledger.partitions.items():
+            mark = entry.shards.get(shard)
             if PartitionId(b) not in told and (tuple(mark) if mark else None) != before[b]:
                 self._change(PartitionId(b), {shard: (mark[0], mark[1]) if mark else None})
 
@@ -198,7 +198,7 @@ class SimStore:
         partition.seq += 1
         partition.content ^= flipped
         if key in self._protected:
-            self._out(SimBlob(StreamKind.CHANGE, key, partition.seq, partition.book.fingerprint, marks, (flipped, 0)))
+            self._out(SimBlob(StreamKind.CHANGE, key, partition.seq, partition.ledger.fingerprint, marks, (flipped, 0)))
 
     def _out(self, blob: SimBlob) -> None:
         self.outbox.append(Outgoing(blob.partition, blob.seq, blob.kind, blob, 1))
@@ -248,7 +248,7 @@ class SimStore:
 
     def resume(self, partition: PartitionId) -> None:
         self.fenced.discard(partition)
-        self.ledger.partitions[partition] = self.partitions[partition].book
+        self.ledger.partitions[partition] = self.partitions[partition].ledger
         self.ledger.partitions = dict(sorted(self.ledger.partitions.items()))
 
     def drop(self, partition: PartitionId) -> None:
@@ -266,10 +266,10 @@ class SimStore:
     def emit(self, partition: PartitionId, kind: StreamKind, table: int, lo: int) -> int:
         b = self.partitions[partition]
         if kind is StreamKind.HEADS or table != TABLES[0]:
-            self._out(SimBlob(kind, partition, b.seq, b.book.fingerprint))
+            self._out(SimBlob(kind, partition, b.seq, b.ledger.fingerprint))
             return -1
         mask = self._mask(lo)
-        self._out(SimBlob(kind, partition, b.seq, b.book.fingerprint, None, (b.content & mask, 0), mask))
+        self._out(SimBlob(kind, partition, b.seq, b.ledger.fingerprint, None, (b.content & mask, 0), mask))
         return lo + self.piece if lo + self.piece < self.samples else -1
 
     def emit_slots(self, partition: PartitionId, table: int, slots: Sequence[int]) -> None:
@@ -280,7 +280,7 @@ class SimStore:
 
     def emit_marks(self, partition: PartitionId) -> None:
         b = self.partitions[partition]
-        self._out(SimBlob(StreamKind.MARKS, partition, b.seq, b.book.fingerprint, b.marks()))
+        self._out(SimBlob(StreamKind.MARKS, partition, b.seq, b.ledger.fingerprint, b.marks()))
 
     def keep(self, blob: SimBlob) -> SimBlob:
         return blob
@@ -333,7 +333,7 @@ class SimStore:
         for partition, who in m.members.items():
             real = members[partition]
             want = plus(want, times((real.content, 0), who.weight))
-            if (who.seq, who.fingerprint, who.marks) != (real.seq, real.book.fingerprint, real.marks()):
+            if (who.seq, who.fingerprint, who.marks) != (real.seq, real.ledger.fingerprint, real.marks()):
                 raise Violation(
                     f"mirror {mirror} has bucket {partition} at {who.seq}, it is at {real.seq}, or marks differ"
                 )
@@ -351,8 +351,8 @@ class SimStore:
         partition.seq, partition.content = who.seq, page[0]
         if page[1]:
             raise AssertionError("what was decoded is no contents")
-        partition.book.fingerprint = who.fingerprint
-        partition.book.shards = {shard: list(mark) for shard, mark in who.marks.items() if mark is not None}
+        partition.ledger.fingerprint = who.fingerprint
+        partition.ledger.shards = {shard: list(mark) for shard, mark in who.marks.items() if mark is not None}
         return partition
 
     def promote(self, mirror: int, partition: PartitionId) -> None:

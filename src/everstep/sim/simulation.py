@@ -455,8 +455,8 @@ class Simulation:
     def fall_back(self, ps: Ps) -> None:
         """The new life's snapshot may be older than what the old life acknowledged, for shards that are not done."""
         rng, brain = self.kernel.rng, self.master.brain
-        for partition, book in ps.ledger.partitions.items():
-            for shard, mark in book.shards.items():
+        for partition, entry in ps.ledger.partitions.items():
+            for shard, mark in entry.shards.items():
                 key = ShardKey(shard)
                 if key in self.truth.done or brain.shards.state(key) >= ShardState.DONE or rng.random() < 0.5:
                     continue
@@ -464,7 +464,7 @@ class Simulation:
                 lo, hi = rng.randint(start, mark[0]), mark[0]
                 if lo < hi:
                     self.truth.undoes(partition, key, lo, hi)
-                    book.fingerprint = (book.fingerprint - batch_fingerprint(shard, lo, hi)) & (1 << 64) - 1
+                    entry.fingerprint = (entry.fingerprint - batch_fingerprint(shard, lo, hi)) & (1 << 64) - 1
                     mark[0] = lo
                     if self.kernel.lines is not None:
                         self.kernel.say(ps, f"bucket {partition} of shard {shard:x} fell back from {hi} to {lo}")
@@ -543,7 +543,7 @@ class Simulation:
             if ps is None or not ps.machine.serves(partition):
                 raise Violation(f"bucket {b} is not served by ps:{slot} at the end: {self.where()} {self.stuck}")
             self.truth.at_rest(partition, ps.store.partitions[partition])
-            prints[b] = ps.store.partitions[partition].book.fingerprint
+            prints[b] = ps.store.partitions[partition].ledger.fingerprint
         self.check_apart()
         for mirror in placement.mirrors:
             ps = lives.get(mirror.at)

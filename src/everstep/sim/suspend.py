@@ -133,14 +133,14 @@ class SuspendedJobs(Simulation):
         if brain.job.phase is not Phase.SUSPENDED:
             super().job_over(exit_code, error)
             return
-        books = brain.state.supervision
-        if books.stage is not JobStage.SUSPENDED or books.suspensions != self.suspended + 1:
-            raise Violation(f"suspended for the {self.suspended + 1}. time, and the brain says {books!r}")
-        if books.by_itself and self.healed and self.kernel.now > self.scenario.chaos_s + DRIVES_S:
-            raise Violation(f"suspended by itself long after the last fault: {books.suspending}")
-        self.suspended, self.suspended_at = books.suspensions, self.kernel.now
+        supervision = brain.state.supervision
+        if supervision.stage is not JobStage.SUSPENDED or supervision.suspensions != self.suspended + 1:
+            raise Violation(f"suspended for the {self.suspended + 1}. time, and the brain says {supervision!r}")
+        if supervision.by_itself and self.healed and self.kernel.now > self.scenario.chaos_s + DRIVES_S:
+            raise Violation(f"suspended by itself long after the last fault: {supervision.suspending}")
+        self.suspended, self.suspended_at = supervision.suspensions, self.kernel.now
         self.faults += 1
-        self.kernel.say("FAULT", f"the job is suspended: {books.suspending}")
+        self.kernel.say("FAULT", f"the job is suspended: {supervision.suspending}")
         self.end_all()
         self.kernel.after(self.back_s, self.unsuspend)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from everstep.brain.concerns.generations import Generations
-from everstep.brain.concerns.group_facts import GroupFacts, GroupPart
+from everstep.brain.concerns.group_reader import GroupPart, GroupReader
 from everstep.brain.events import Event, InstructionType, Note, StepsCommitted, StopProcess
 from everstep.brain.group import STOP_AFTER_S, Skip, Stint
 from everstep.model.decision import Decision
@@ -17,80 +17,80 @@ class CommittedSteps(GroupPart):
 
     __slots__ = ("_generations",)
 
-    def __init__(self, facts: GroupFacts, generations: Generations) -> None:
-        super().__init__(facts)
+    def __init__(self, reader: GroupReader, generations: Generations) -> None:
+        super().__init__(reader)
         self._generations = generations
 
     def committed(self, e: StepsCommitted, told: Event) -> tuple[list[InstructionType], str]:
         """Take committed steps in. Returns what follows, and the error if they cannot be."""
         out: list[InstructionType] = []
-        books = self.books
-        before, confirmed = books.step, books.confirmed
+        groups = self.group_state
+        before, confirmed = groups.step, groups.confirmed
         for steps in e.steps:
-            if steps.generation < books.origin:
+            if steps.generation < groups.origin:
                 continue  # of a line that has ended
             error = self._commit(steps, out)
             if error:
                 return out, f"bug in everstep: {error}, said by {told.sender}"
-            if steps.generation > books.confirmed:
+            if steps.generation > groups.confirmed:
                 out += self.confirm(steps.generation)
-        if books.step > before:
-            group = books.group
-            if group is not None and group.generation == books.confirmed and books.step > books.streak.furthest:
-                books.streak.blamed = 0
-        held = books.step > before and books.group is not None and bool(books.group.hold)
-        if books.confirmed != confirmed or (held and self.facts.data_done()):
+        if groups.step > before:
+            group = groups.group
+            if group is not None and group.generation == groups.confirmed and groups.step > groups.streak.furthest:
+                groups.streak.blamed = 0
+        held = groups.step > before and groups.group is not None and bool(groups.group.hold)
+        if groups.confirmed != confirmed or (held and self.reader.data_done()):
             # newcomers have the state for certain now; a group on hold waits for nothing any more
             out += self._generations.settle(told.at)
         return out, ""
 
     def _commit(self, c: Committed, out: list[InstructionType]) -> str:
-        books = self.books
+        groups = self.group_state
         what = f"steps {c.first}..{c.last} of generation {c.generation}"
         if not 0 <= c.dataset < len(self.shards.datasets):
             return f"{what}: dataset {c.dataset} is not registered"
         plan = self.shards.datasets[c.dataset].plan
         if not (0 <= c.first <= c.last and 0 <= c.lo < c.hi <= plan.samples):
             return f"{what}: positions [{c.lo}, {c.hi}) of {plan.samples}"
-        if c.generation > books.generations:
-            return f"{what}: there are only {books.generations} generations"
+        if c.generation > groups.generations:
+            return f"{what}: there are only {groups.generations} generations"
         after = _turned(c.epoch, c.hi, plan.samples)
         ends = {c.first: (c.dataset, c.epoch, c.lo), c.last + 1: (c.dataset, *after)}
         for step, place in ends.items():
-            known = books.history.boundaries.get(step)
+            known = groups.history.boundaries.get(step)
             if known is not None and known[1:] != place[1:] and known[0] == place[0]:
                 return f"{what}: step {step} is at {_place(place)} there, but was at {_place(known)}"
-        if c.last < books.step:
+        if c.last < groups.step:
             return ""  # known
-        if c.first > books.step:
-            return f"{what}: step {books.step} is missing before them"
-        at = books.cursors.get(c.dataset, (0, 0))
-        if c.first == books.step:
+        if c.first > groups.step:
+            return f"{what}: step {groups.step} is missing before them"
+        at = groups.cursors.get(c.dataset, (0, 0))
+        if c.first == groups.step:
             if at != (c.epoch, c.lo):
-                return f"{what} begin at {_place(ends[c.first])}, but step {books.step} is at e{at[0]} {at[1]}"
-        elif not (at[0] == c.epoch and c.lo < at[1] < c.hi and books.history.stints[-1].dataset == c.dataset):
-            return f"{what} are e{c.epoch} [{c.lo}, {c.hi}), but step {books.step} is at e{at[0]} {at[1]}"
+                return f"{what} begin at {_place(ends[c.first])}, but step {groups.step} is at e{at[0]} {at[1]}"
+        elif not (at[0] == c.epoch and c.lo < at[1] < c.hi and groups.history.stints[-1].dataset == c.dataset):
+            return f"{what} are e{c.epoch} [{c.lo}, {c.hi}), but step {groups.step} is at e{at[0]} {at[1]}"
         self._advance(c, at[1], after, out)
         return ""
 
     def _advance(self, c: Committed, lo: int, after: tuple[int, int], out: list[InstructionType]) -> None:
-        books = self.books
-        if books.history.stints and books.history.stints[-1].dataset == c.dataset:
-            books.history.stints[-1].end = after
+        groups = self.group_state
+        if groups.history.stints and groups.history.stints[-1].dataset == c.dataset:
+            groups.history.stints[-1].end = after
         else:
-            books.history.stints.append(Stint(c.first, c.dataset, (c.epoch, lo), after))
-        books.step = c.last + 1
-        books.cursors[c.dataset] = after
-        books.history.boundaries[c.first] = (c.dataset, c.epoch, c.lo)
-        books.history.boundaries[books.step] = (c.dataset, *after)
-        while len(books.history.boundaries) > STEPS_REMEMBERED:
-            del books.history.boundaries[next(iter(books.history.boundaries))]
+            groups.history.stints.append(Stint(c.first, c.dataset, (c.epoch, lo), after))
+        groups.step = c.last + 1
+        groups.cursors[c.dataset] = after
+        groups.history.boundaries[c.first] = (c.dataset, c.epoch, c.lo)
+        groups.history.boundaries[groups.step] = (c.dataset, *after)
+        while len(groups.history.boundaries) > STEPS_REMEMBERED:
+            del groups.history.boundaries[next(iter(groups.history.boundaries))]
         skipped = 0
         for a, b in c.skipped:
             a, b = max(a, lo), min(b, c.hi)
             if a < b:
                 skipped += b - a
-                books.history.skips.append(Skip(c.dataset, c.epoch, a, b))
+                groups.history.skips.append(Skip(c.dataset, c.epoch, a, b))
         if skipped:
             name = self.shards.datasets[c.dataset].plan.name
             words = f"'{name}' epoch {c.epoch}: steps in [{c.lo}, {c.hi}) gave gradients that are not finite"
@@ -100,24 +100,24 @@ class CommittedSteps(GroupPart):
             dataset = self.shards.datasets[c.dataset]
             done = dataset.epochs[c.epoch].samples_done
             words = f"'{dataset.plan.name}' epoch {c.epoch}: all {dataset.plan.samples} samples, up to step {c.last}"
-            out.append(Note("", Decision("epoch finished", words, {"samples": done, "steps": books.step})))
+            out.append(Note("", Decision("epoch finished", words, {"samples": done, "steps": groups.step})))
 
     def confirm(self, generation: int) -> list[InstructionType]:
         """The members have changed over to ``generation``: who was left out of it trains no more."""
-        books = self.books
-        books.confirmed = generation
+        groups = self.group_state
+        groups.confirmed = generation
         out: list[InstructionType] = []
-        changed = [x for x in books.leavers if x.generation <= generation]
-        self.facts.set_leavers([x for x in books.leavers if x.generation > generation])
+        changed = [x for x in groups.leavers if x.generation <= generation]
+        self.reader.set_leavers([x for x in groups.leavers if x.generation > generation])
         for x in changed:
-            record = self.facts.living(x.slot, x.incarnation)
+            record = self.reader.living(x.slot, x.incarnation)
             if record is not None and record.stopping:
                 why = Decision("stop", f"group {generation} goes on without it")
                 m = record.member
                 out.append(StopProcess(m.node, m.role, m.slot, m.incarnation, STOP_AFTER_S, why))
-        if books.group is not None:
-            for member in books.group.members:
-                if (record := self.facts.living(member.slot, member.incarnation)) is not None:
+        if groups.group is not None:
+            for member in groups.group.members:
+                if (record := self.reader.living(member.slot, member.incarnation)) is not None:
                     record.streak = 0
         return out
 

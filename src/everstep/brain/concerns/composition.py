@@ -9,7 +9,7 @@ from everstep.brain.concerns.datasets import DatasetConcern
 from everstep.brain.concerns.ending import EndingConcern
 from everstep.brain.concerns.group import GroupConcern
 from everstep.brain.concerns.group_ending import GroupEndingConcern
-from everstep.brain.concerns.group_facts import GroupFacts
+from everstep.brain.concerns.group_reader import GroupReader
 from everstep.brain.concerns.leases import LeaseConcern
 from everstep.brain.concerns.lifetime import LifetimeConcern
 from everstep.brain.concerns.losses import LossConcern
@@ -61,7 +61,7 @@ class Concerns:
     def __init__(self, state: State) -> None:
         self.state = state
         parts = (state.checkpoints, state.protection)
-        self.groups = GroupFacts(state.job, state.members, state.shards, state.groups, state.duty, *parts)
+        self.groups = GroupReader(state.job, state.members, state.shards, state.groups, state.duty, *parts)
         self.lifetime = LifetimeConcern(state, self)
         self.nodes = NodeConcern(state, self)
         self.members = MemberConcern(state, self)

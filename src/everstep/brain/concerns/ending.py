@@ -52,16 +52,16 @@ class EndingConcern(Concern):
 
     def suspended(self, at: float) -> Out:
         """Nothing of the job has to run any more; or its state could not be made safe, and it goes on."""
-        books, checkpoints = self.state.supervision, self.checkpoints
+        supervision, checkpoints = self.state.supervision, self.checkpoints
         saved, newest = bool(checkpoints.last), checkpoints.newest
         lost = self.concerns.training.lost_if_ended()
         if not saved and (self.concerns.training.can_be_saved() or (lost and newest is None)):
             return self._cannot_suspend(at, "no checkpoint could be written, so the job goes on")
-        words = books.suspending
+        words = supervision.suspending
         if not saved and lost:
             since = f"checkpoint {newest.checkpoint}" if newest is not None else "its beginning"
             words += f"; nobody is left who could write a checkpoint: the job will go on from {since}"
-        books.suspensions += 1
+        supervision.suspensions += 1
         inputs: Inputs = {"checkpoint": newest.checkpoint if newest is not None else 0}
         return [Note("", Decision("suspended", words, inputs)), self.job.finish(Phase.SUSPENDED, 0, "")]
 

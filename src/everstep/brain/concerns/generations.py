@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from everstep.brain.concerns.group_facts import GroupFacts, GroupPart
+from everstep.brain.concerns.group_reader import GroupPart, GroupReader
 from everstep.brain.concerns.group_splits import StepSplits
 from everstep.brain.events import InstructionType, Note, PublishGroup, StopProcess
 from everstep.brain.group import STOP_AFTER_S, Inputs, Leaver, Returned, Stint, Void
@@ -25,61 +25,61 @@ class Generations(GroupPart):
 
     __slots__ = ("_splits",)
 
-    def __init__(self, facts: GroupFacts, splits: StepSplits) -> None:
-        super().__init__(facts)
+    def __init__(self, reader: GroupReader, splits: StepSplits) -> None:
+        super().__init__(reader)
         self._splits = splits
 
     def settle(self, at: float) -> list[InstructionType]:
         """Publish the next generation if there has to be one."""
-        books, job = self.books, self.job
+        groups, job = self.group_state, self.job
         if job.over:
             return []
-        group, force = books.group, books.force
+        group, force = groups.group, groups.force
         members = group.members if group is not None else ()
-        staying = [m for m in members if self.facts.living(m.slot, m.incarnation) is not None]
-        lost = [m for m in members if self.facts.living(m.slot, m.incarnation) is None]
-        synced = [] if self.facts.void or self.facts.rests else self.facts.newcomers(True)
+        staying = [m for m in members if self.reader.living(m.slot, m.incarnation) is not None]
+        lost = [m for m in members if self.reader.living(m.slot, m.incarnation) is None]
+        synced = [] if self.reader.void or self.reader.rests else self.reader.newcomers(True)
         held = group is not None and bool(group.hold)
         copies: list[GroupMember] = []
-        if self.facts.data_done() and any(map(self.facts.has_the_end, members)):
+        if self.reader.data_done() and any(map(self.reader.has_the_end, members)):
             # Members are behind their last loop: who is not in it with them for certain copies what they end with.
-            synced, copies = [], [m for m in staying if not self.facts.holds(m)]
-            staying = [m for m in staying if self.facts.holds(m)]
+            synced, copies = [], [m for m in staying if not self.reader.holds(m)]
+            staying = [m for m in staying if self.reader.holds(m)]
             if copies:
-                books.waits.broken = books.generations
+                groups.waits.broken = groups.generations
                 force = force or "the others have come to the end of their scripts"
-        if not force and not synced and not held and self.facts.all_over(members):
+        if not force and not synced and not held and self.reader.all_over(members):
             if staying:
                 return []
             if self.duty.done:
                 return [*self._dismiss(), *self.send_home()]
-        self.facts.lose((m.slot, m.incarnation) for m in lost)
-        leavers = [x.member for x in books.leavers]
-        self._keep_the_last([m for m in (*staying, *leavers) if self.facts.holds(m)])
-        if not self.facts.goes_on(members):
-            return [] if self.facts.void else self._form(at)
-        if not any(map(self.facts.holds, staying)) and not synced:
-            staying += [m for m in leavers if self.facts.holds(m)]  # they have the only state
+        self.reader.lose((m.slot, m.incarnation) for m in lost)
+        leavers = [x.member for x in groups.leavers]
+        self._keep_the_last([m for m in (*staying, *leavers) if self.reader.holds(m)])
+        if not self.reader.goes_on(members):
+            return [] if self.reader.void else self._form(at)
+        if not any(map(self.reader.holds, staying)) and not synced:
+            staying += [m for m in leavers if self.reader.holds(m)]  # they have the only state
         here = set(staying)
         synced = [m for m in synced if m not in here]
-        wanted = [m for m in staying if not self.facts.leaves(m)]
-        handed_on = bool(wanted or synced or self._awaited() or self.facts.saving) and not self.facts.void
-        if handed_on and not any(map(self.facts.holds, wanted)):
+        wanted = [m for m in staying if not self.reader.leaves(m)]
+        handed_on = bool(wanted or synced or self._awaited() or self.reader.saving) and not self.reader.void
+        if handed_on and not any(map(self.reader.holds, wanted)):
             # One who has the state stays until somebody else has it for certain, or a checkpoint.
-            stayer = next((m for m in staying if self.facts.holds(m)), None)
-            wanted = [m for m in staying if m is stayer or not self.facts.leaves(m)]
+            stayer = next((m for m in staying if self.reader.holds(m)), None)
+            wanted = [m for m in staying if m is stayer or not self.reader.leaves(m)]
         wanted = admitted(wanted, synced, job.spec.logical_workers)
         hold = hold_words(len(wanted), least_workers(job, self.members)) if wanted else "every worker left"
-        if self.facts.rests:
+        if self.reader.rests:
             hold = hold or "the job stops, and its last checkpoint is of one step"
-        if wanted and self.facts.data_done():
+        if wanted and self.reader.data_done():
             hold = ""  # nothing is left to wait for
         assert group is not None
         if tuple(wanted) == members and hold == group.hold and not force:
-            books.timing.due_at = 0.0
+            groups.timing.due_at = 0.0
             return []
-        if at < books.timing.quiet_until:
-            books.timing.due_at = books.timing.quiet_until
+        if at < groups.timing.quiet_until:
+            groups.timing.due_at = groups.timing.quiet_until
             return []
         return self._publish(at, group, wanted, lost, hold, force, copies)
 
@@ -93,7 +93,10 @@ class Generations(GroupPart):
     def _awaited(self) -> bool:
         """Return whether a process is on its way that could take over the state of those who leave."""
         return any(
-            record.running and not record.stopping and not self.facts.has_left(record) and not self.facts.trains(record)
+            record.running
+            and not record.stopping
+            and not self.reader.has_left(record)
+            and not self.reader.trains(record)
             for record in self.members.workers.values()
         )
 
@@ -107,44 +110,44 @@ class Generations(GroupPart):
         force: str,
         copies: list[GroupMember],
     ) -> list[InstructionType]:
-        books = self.books
+        groups = self.group_state
         new, before = set(wanted), set(old.members)
         came = [m for m in wanted if m not in before]
         for m in copies:
-            books.entered.pop(m.slot, None)
-            if (ask := books.asked.get(m.slot)) is not None:
+            groups.entered.pop(m.slot, None)
+            if (ask := groups.asked.get(m.slot)) is not None:
                 ask.synced = 0
         gone = {*lost, *copies}
         left = [m for m in old.members if m not in new and m not in gone]
-        generation = books.generations + 1
-        returned = {x.member for x in books.leavers if x.member in new}
-        leavers = [x for x in books.leavers if x.member not in new]
+        generation = groups.generations + 1
+        returned = {x.member for x in groups.leavers if x.member in new}
+        leavers = [x for x in groups.leavers if x.member not in new]
         for m in came:
             if m not in returned:
-                books.entered[m.slot] = (m.incarnation, generation)
-        self._note_returned([x for x in books.leavers if x.member in new], wanted, generation)
+                groups.entered[m.slot] = (m.incarnation, generation)
+        self._note_returned([x for x in groups.leavers if x.member in new], wanted, generation)
         for m in left:
             leavers.append(Leaver(m.slot, m.incarnation, generation, m))
-            if (ask := books.asked.get(m.slot)) is not None:
+            if (ask := groups.asked.get(m.slot)) is not None:
                 ask.synced = 0  # should it want to come back
-        self.facts.set_leavers(leavers)
-        group = self._next(tuple(wanted), hold, old.begin, old.restore, books.origin)
-        books.timing.quiet_until = at + quiet_s(len(wanted))
+        self.reader.set_leavers(leavers)
+        group = self._next(tuple(wanted), hold, old.begin, old.restore, groups.origin)
+        groups.timing.quiet_until = at + quiet_s(len(wanted))
         words = [f"lost {_names(lost)}"] if lost else []
         words += [f"{_names(came)} entered"] if came else []
         words += [f"{_names(left)} left"] if left else []
         words += [force] if force and not words else []
         words += [f"on hold: {hold}"] if hold else (["goes on"] if old.hold else [])
-        why = f"{'; '.join(words) or 'again'}: {_workers(len(wanted))} from step {books.step} on"
+        why = f"{'; '.join(words) or 'again'}: {_workers(len(wanted))} from step {groups.step} on"
         rejected = ("wait for the lost one: nobody could train meanwhile",) if lost else ()
         return [PublishGroup(group, self._why(f"group {generation}", why, rejected))]
 
     def _note_returned(self, back: list[Leaver], members: list[GroupMember], generation: int) -> None:
         """Note who trained on without those who come back into ``generation``, and was there before they left."""
-        books = self.books
+        groups = self.group_state
         left = {x.member: x.generation for x in back}
         again = {(x.slot, x.incarnation) for x in back}
-        notes = [r for r in books.returned if r.generation > books.confirmed and (r.slot, r.incarnation) not in again]
+        notes = [r for r in groups.returned if r.generation > groups.confirmed and (r.slot, r.incarnation) not in again]
         for x in back:
             ahead = [
                 (m.slot, m.incarnation)
@@ -153,61 +156,61 @@ class Generations(GroupPart):
             ]
             if ahead:
                 notes.append(Returned(x.slot, x.incarnation, generation, ahead))
-        books.returned = notes
+        groups.returned = notes
 
     def _since(self, m: GroupMember) -> int:
         """Return the generation since which this member has each step."""
-        back = self.facts.returned(m)
-        return back.generation if back is not None else self.books.entered[m.slot][1]
+        back = self.reader.returned(m)
+        return back.generation if back is not None else self.group_state.entered[m.slot][1]
 
     def _why(self, action: str, reason: str, rejected: tuple[str, ...] = ()) -> Decision:
-        books = self.books
-        size = books.group.size if books.group is not None else 0
-        inputs: Inputs = {"generation": books.generations, "members": size, "step": books.step}
+        groups = self.group_state
+        size = groups.group.size if groups.group is not None else 0
+        inputs: Inputs = {"generation": groups.generations, "members": size, "step": groups.step}
         return Decision(action, reason, inputs, rejected)
 
     def _next(self, members: tuple[GroupMember, ...], hold: str, begin: Mark, restore: int, origin: int) -> Group:
-        books, job = self.books, self.job
+        groups, job = self.group_state, self.job
         split = self._splits.carried(members)
-        books.generations += 1
-        books.timing.due_at, books.force = 0.0, ""
-        books.gone = [g for g in books.gone if g.generation > books.confirmed][-LOST_REMEMBERED:]
-        books.group = Group(
-            generation=books.generations,
+        groups.generations += 1
+        groups.timing.due_at, groups.force = 0.0, ""
+        groups.gone = [g for g in groups.gone if g.generation > groups.confirmed][-LOST_REMEMBERED:]
+        groups.group = Group(
+            generation=groups.generations,
             members=members,
-            lost=tuple((g.slot, g.incarnation) for g in books.gone),
+            lost=tuple((g.slot, g.incarnation) for g in groups.gone),
             hold=hold,
             begin=begin,
             restore=restore,
             origin=origin,
             split=split,
-            lease=lease_no(job.master_incarnation, books.generations),
-            broken=books.waits.broken,
+            lease=lease_no(job.master_incarnation, groups.generations),
+            broken=groups.waits.broken,
         )
-        books.group = msgspec.structs.replace(books.group, joining=self.facts.joining())
-        return books.group
+        groups.group = msgspec.structs.replace(groups.group, joining=self.reader.joining())
+        return groups.group
 
     def _form(self, at: float) -> list[InstructionType]:
         """Nobody has a state: begin a group with those who are there, once they are enough."""
-        books, job = self.books, self.job
-        there = self.facts.newcomers(False, members=True)
+        groups, job = self.group_state, self.job
+        there = self.reader.newcomers(False, members=True)
         out = self._dismiss()
-        if not there or self.facts.committing:
-            books.timing.due_at = 0.0
+        if not there or self.reader.committing:
+            groups.timing.due_at = 0.0
             return out
-        if self.facts.data_done() and self.duty.done:
+        if self.reader.data_done() and self.duty.done:
             return out + self.send_home()
-        if self.facts.data_done() and any(
-            self.facts.living(slot, life) is not None for slot, life in books.passed.items()
+        if self.reader.data_done() and any(
+            self.reader.living(slot, life) is not None for slot, life in groups.passed.items()
         ):
             return out  # (their scripts are behind the loop with what all had: perhaps the chief's)
         records = self.members.workers.values()
-        expected = {s.member.slot for s in records if s.running and not s.stopping and not self.facts.has_left(s)}
+        expected = {s.member.slot for s in records if s.running and not s.stopping and not self.reader.has_left(s)}
         least = least_workers(job, self.members)
-        if books.timing.too_few != (too_few := len(there) < max(1, least)):
-            books.timing.too_few, books.timing.due_at = too_few, 0.0
-        due_at = books.timing.due_at
-        now, books.timing.due_at = ready_to_form(len(there), len(expected), least, at, due_at)
+        if groups.timing.too_few != (too_few := len(there) < max(1, least)):
+            groups.timing.too_few, groups.timing.due_at = too_few, 0.0
+        due_at = groups.timing.due_at
+        now, groups.timing.due_at = ready_to_form(len(there), len(expected), least, at, due_at)
         absent = absent_words(expected - {m.slot for m in there})
         if not now:
             if too_few and 0 < due_at <= at:
@@ -215,20 +218,20 @@ class Generations(GroupPart):
                 words += f"; they wait for {absent}" if absent else "; nobody else has been started yet"
                 out.append(Note("job", Decision("group waits", words, {"there": len(there), "least": least})))
             return out
-        first = books.group is None
+        first = groups.group is None
         self.duty.undone()  # (what a chief's script ended with was of a line that is no more)
-        books.passed = {}
-        begin, restore = self.facts.start
+        groups.passed = {}
+        begin, restore = self.reader.start
         out += self._void(begin, restore)
         if job.phase is Phase.STARTING:
             job.phase = Phase.TRAINING
-        for ask in books.asked.values():
+        for ask in groups.asked.values():
             ask.synced = 0
         members = admitted(there, [], job.spec.logical_workers)[: job.spec.logical_workers or None]
-        books.origin, books.returned = books.generations + 1, []
-        books.entered = {m.slot: (m.incarnation, books.origin) for m in members}
+        groups.origin, groups.returned = groups.generations + 1, []
+        groups.entered = {m.slot: (m.incarnation, groups.origin) for m in members}
         hold = hold_words(len(members), least_workers(job, self.members))
-        group = self._next(tuple(members), hold, begin, restore, books.origin)
+        group = self._next(tuple(members), hold, begin, restore, groups.origin)
         place = f"step {begin.step}" + (f", from checkpoint {restore}" if restore else "")
         words = f"{len(members)} of {job.workers_wanted} workers begin at {place}"
         if absent:
@@ -239,26 +242,26 @@ class Generations(GroupPart):
 
     def _dismiss(self) -> list[InstructionType]:
         """Dismiss whoever was to leave the last group: there is nothing to leave any more."""
-        books = self.books
-        self.facts.set_leavers([])
-        told = {(slot, incarnation) for slot, incarnation in books.dismissed}
+        groups = self.group_state
+        self.reader.set_leavers([])
+        told = {(slot, incarnation) for slot, incarnation in groups.dismissed}
         going = [s.member for s in self.members.workers.values() if s.running and s.stopping]
         out: list[InstructionType] = []
         for m in going:
             if (m.slot, m.incarnation) not in told:
                 why = Decision("stop", "the group that it was to leave is no more")
                 out.append(StopProcess(m.node, Role.WORKER, m.slot, m.incarnation, STOP_AFTER_S, why))
-        books.dismissed = [[m.slot, m.incarnation] for m in going]
+        groups.dismissed = [[m.slot, m.incarnation] for m in going]
         return out
 
     def _void(self, begin: Mark, restore: int) -> list[InstructionType]:
         """Steps from ``begin`` on do not count any more."""
-        books = self.books
-        last = books.step - 1
+        groups = self.group_state
+        last = groups.step - 1
         self.fall_back(begin)
         if last < begin.step:
             return []
-        books.history.voids.append(Void(books.generations + 1, begin.step, last, restore))
+        groups.history.voids.append(Void(groups.generations + 1, begin.step, last, restore))
         source = f"checkpoint {restore}" if restore else "the beginning: there is no checkpoint"
         words = f"every state was lost; steps {begin.step}..{last} are done again, from {source}"
         inputs: Inputs = {"first": begin.step, "last": last, "checkpoint": restore}
@@ -266,22 +269,22 @@ class Generations(GroupPart):
 
     def fall_back(self, begin: Mark) -> None:
         """Be at ``begin``, as if what came after it had never been."""
-        books = self.books
-        books.step = begin.step
-        books.history.stints = [s for s in books.history.stints if s.first < begin.step]
+        groups = self.group_state
+        groups.step = begin.step
+        groups.history.stints = [s for s in groups.history.stints if s.first < begin.step]
         cursors: dict[int, tuple[int, int]] = {}
-        for stint in books.history.stints:
+        for stint in groups.history.stints:
             cursors[stint.dataset] = stint.end
         if begin != Mark():
             cursors[begin.dataset] = (begin.epoch, begin.position)
-            if books.history.stints and books.history.stints[-1].dataset == begin.dataset:
-                books.history.stints[-1].end = (begin.epoch, begin.position)
+            if groups.history.stints and groups.history.stints[-1].dataset == begin.dataset:
+                groups.history.stints[-1].end = (begin.epoch, begin.position)
             else:
-                books.history.stints.append(Stint(begin.step, begin.dataset, *[(begin.epoch, begin.position)] * 2))
-        books.cursors = cursors
-        books.history.boundaries = {}
-        kept = [s for s in books.history.skips if (s.epoch, s.lo) < cursors.get(s.dataset, (0, 0))]
-        books.history.skips = kept
+                groups.history.stints.append(Stint(begin.step, begin.dataset, *[(begin.epoch, begin.position)] * 2))
+        groups.cursors = cursors
+        groups.history.boundaries = {}
+        kept = [s for s in groups.history.skips if (s.epoch, s.lo) < cursors.get(s.dataset, (0, 0))]
+        groups.history.skips = kept
         for dataset in self.shards.datasets:
             epoch, position = cursors.get(dataset.number, (0, 0))
             mine = [(s.epoch, s.hi - s.lo) for s in kept if s.dataset == dataset.number]
@@ -293,15 +296,15 @@ class Generations(GroupPart):
     def send_home(self) -> list[InstructionType]:
         """The data is done and somebody's script ended well: a newcomer could only end without the trained state."""
         out: list[InstructionType] = []
-        for slot in sorted(self.books.asked):
-            ask = self.books.asked[slot]
-            record = self.facts.living(slot, ask.incarnation)
-            behind = ask.leaving is LeaveReason.DONE or self.books.passed.get(slot) == ask.incarnation
+        for slot in sorted(self.group_state.asked):
+            ask = self.group_state.asked[slot]
+            record = self.reader.living(slot, ask.incarnation)
+            behind = ask.leaving is LeaveReason.DONE or self.group_state.passed.get(slot) == ask.incarnation
             if record is None or record.stopping or behind:
                 continue
             record.stopping = True
             m = record.member
-            self.books.dismissed.append([m.slot, m.incarnation])
+            self.group_state.dismissed.append([m.slot, m.incarnation])
             why = Decision("stop", "all steps are committed and nobody is left to give it the state")
             out.append(StopProcess(m.node, m.role, m.slot, m.incarnation, STOP_AFTER_S, why))
         return out

@@ -45,12 +45,12 @@ class GroupConcern(Concern):
 
     def __init__(self, state: State, concerns: Concerns) -> None:
         super().__init__(state, concerns)
-        self.groups = facts = concerns.groups
-        self.splits = StepSplits(facts)
-        self.generations = Generations(facts, self.splits)
-        self.steps = CommittedSteps(facts, self.generations)
-        self._askers = GroupAskers(facts, self.generations, self.steps)
-        self._stalls = GroupStalls(facts)
+        self.groups = reader = concerns.groups
+        self.splits = StepSplits(reader)
+        self.generations = Generations(reader, self.splits)
+        self.steps = CommittedSteps(reader, self.generations)
+        self._askers = GroupAskers(reader, self.generations, self.steps)
+        self._stalls = GroupStalls(reader)
         self._left = False  # whether, before this event, everybody who has the state was to go
 
     def handlers(self) -> Handlers:
@@ -79,19 +79,19 @@ class GroupConcern(Concern):
         return more
 
     def validate(self) -> None:
-        books = self.state.groups
-        group = books.group
+        groups = self.state.groups
+        group = groups.group
         if group is not None:
-            assert group.generation == books.generations, f"{books!r} published g{group.generation}"
+            assert group.generation == groups.generations, f"{groups!r} published g{group.generation}"
             assert len({m.slot for m in group.members}) == group.size, f"a slot twice in {group}"
-            assert books.origin <= group.generation
+            assert groups.origin <= group.generation
             assert not {(m.slot, m.incarnation) for m in group.members} & set(group.lost), f"{group} has a lost member"
-        for number, (epoch, position) in books.cursors.items():
+        for number, (epoch, position) in groups.cursors.items():
             plan = self.shards.datasets[number].plan
             assert 0 <= position < plan.samples, f"cursor of dataset {number} at {position} of {plan.samples}"
             begun = self.shards.datasets[number].epochs
             assert len(begun) >= epoch and all(e.finished for e in begun[:epoch]), f"epochs below {epoch} not finished"
-        for slot, ask in books.asked.items():
+        for slot, ask in groups.asked.items():
             assert self.groups.living(slot, ask.incarnation) is not None, (
                 f"worker:{slot} #{ask.incarnation} asked and is gone"
             )
@@ -159,10 +159,10 @@ class GroupConcern(Concern):
         record = self.members.current(Role.WORKER, told.slot, told.incarnation)
         if record is None:
             return [self.fence_worker(told.slot, told.incarnation)]
-        books = self.state.groups
-        if e.reason is LeaveReason.DONE and 0 < e.origin < books.origin:
+        groups = self.state.groups
+        if e.reason is LeaveReason.DONE and 0 < e.origin < groups.origin:
             return [Reply(Refused(f"the states that began with group {e.origin} are lost: their steps are done again"))]
-        if e.reason is LeaveReason.DONE and e.origin == books.origin and e.copied > books.step:
+        if e.reason is LeaveReason.DONE and e.origin == groups.origin and e.copied > groups.step:
             return [Reply(Wait(UNTOLD_WAIT_S))]  # (those who can tell the steps may be lost yet)
         before = self.groups.last_ones_leave()
         self._askers.asks_to_leave(record, e.reason)
@@ -206,8 +206,8 @@ class GroupConcern(Concern):
         if last is not None:
             m = last.member
             out.append(StopProcess(m.node, m.role, m.slot, m.incarnation, 0.0, Decision("stop", reason)))
-            facts: Inputs = {"waited_s": round(e.waited_s, 3), "step": e.step}
-            out += self.concerns.losses.gone(last, told.at, reason, facts, node_lost=True)  # (not the script's fault)
+            reader: Inputs = {"waited_s": round(e.waited_s, 3), "step": e.step}
+            out += self.concerns.losses.gone(last, told.at, reason, reader, node_lost=True)  # (not the script's fault)
             if self.job.over:
                 return [OK, *out]
         self._stalls.stalled(e.generation)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from everstep.brain.concerns.committed_steps import CommittedSteps
 from everstep.brain.concerns.generations import Generations
-from everstep.brain.concerns.group_facts import GroupFacts, GroupPart
+from everstep.brain.concerns.group_reader import GroupPart, GroupReader
 from everstep.brain.events import GroupAsked, InstructionType, Refused
 from everstep.brain.group import Asker
 from everstep.brain.members import SlotRecord
@@ -17,19 +17,19 @@ class GroupAskers(GroupPart):
 
     __slots__ = ("_generations", "_steps")
 
-    def __init__(self, facts: GroupFacts, generations: Generations, steps: CommittedSteps) -> None:
-        super().__init__(facts)
+    def __init__(self, reader: GroupReader, generations: Generations, steps: CommittedSteps) -> None:
+        super().__init__(reader)
         self._generations, self._steps = generations, steps
 
     def asks(self, record: SlotRecord, e: GroupAsked) -> Refused | None:
         """A worker is in its loop. Returns why not."""
-        books, shards, m = self.books, self.shards, record.member
+        groups, shards, m = self.group_state, self.shards, record.member
         if not 0 <= e.dataset < len(shards.datasets):
             return Refused(f"dataset {e.dataset} is not registered")
         if e.batch_samples < 1:
             return Refused(f"batch size {e.batch_samples}: must be at least 1")
-        for there, other in sorted(books.asked.items()):
-            if there == m.slot or self.facts.living(there, other.incarnation) is None or other.dataset != e.dataset:
+        for there, other in sorted(groups.asked.items()):
+            if there == m.slot or self.reader.living(there, other.incarnation) is None or other.dataset != e.dataset:
                 continue
             if other.batch_samples != e.batch_samples:
                 return Refused(
@@ -38,41 +38,41 @@ class GroupAskers(GroupPart):
                 )
         dataset = shards.datasets[e.dataset]
         dataset.epochs_known = max(dataset.epochs_known, e.until_epoch)
-        known = books.asked.get(m.slot)
+        known = groups.asked.get(m.slot)
         ask = Asker(m.incarnation, e.dataset, e.until_epoch, e.batch_samples, e.address, e.mark)
         if known is not None and known.incarnation == m.incarnation:
             ask.synced = known.synced
-            ask.leaving = known.leaving if self.facts.member(record) or record.stopping else LeaveReason.STAYS
-        books.asked[m.slot] = ask
-        books.passed.pop(m.slot, None)  # (the loop whose end it had was not the last one)
+            ask.leaving = known.leaving if self.reader.member(record) or record.stopping else LeaveReason.STAYS
+        groups.asked[m.slot] = ask
+        groups.passed.pop(m.slot, None)  # (the loop whose end it had was not the last one)
         return None
 
     def over_for(self, record: SlotRecord, e: GroupAsked) -> bool:
         """Whether the loop of an asker that has the newest state, and is in no group, is over."""
-        newest = self.books.cursor(e.dataset)
+        newest = self.group_state.cursor(e.dataset)
         has_it = e.mark is not None and e.mark.step >= newest.step
-        return has_it and not self.facts.void and not self.facts.member(record) and newest.epoch >= e.until_epoch
+        return has_it and not self.reader.void and not self.reader.member(record) and newest.epoch >= e.until_epoch
 
     def told_over(self, record: SlotRecord) -> None:
         """This asker hears that its loop is over. What it had said of following the group comes to nothing: in a group
         it would wait for members that end."""
-        self.books.passed[record.member.slot] = record.member.incarnation
-        ask = self.facts.ask_of(record)
+        self.group_state.passed[record.member.slot] = record.member.incarnation
+        ask = self.reader.ask_of(record)
         if ask is not None:
             ask.over = True
 
     def too_late(self, e: GroupAsked) -> list[InstructionType]:
         """An asker lacks steps, all is trained, and whoever had those has ended well: it came into a group that the
         others never changed over to."""
-        behind = e.mark is None or e.mark.step < self.books.step
-        members = self.books.group.members if self.books.group is not None else ()
-        left = [*members, *(x.member for x in self.books.leavers)]
+        behind = e.mark is None or e.mark.step < self.group_state.step
+        members = self.group_state.group.members if self.group_state.group is not None else ()
+        left = [*members, *(x.member for x in self.group_state.leavers)]
         if (
             not self.duty.done
             or not behind
-            or self.facts.void
-            or any(map(self.facts.holds, left))
-            or not self.facts.all_over(members)
+            or self.reader.void
+            or any(map(self.reader.holds, left))
+            or not self.reader.all_over(members)
         ):
             return []
         return self._generations.send_home()
@@ -80,33 +80,35 @@ class GroupAskers(GroupPart):
     def synced(self, record: SlotRecord, generation: int) -> list[InstructionType]:
         """A newcomer follows the group of ``generation``; or a member of that has met the others, and the journal has
         all that it had committed before."""
-        books, m = self.books, record.member
-        group = books.group
+        groups, m = self.group_state, record.member
+        group = groups.group
         me = [x for x in group.members if (x.slot, x.incarnation) == (m.slot, m.incarnation)] if group else []
         if group is not None and me:
-            met = generation == group.generation > books.confirmed and not self.facts.void and self.facts.holds(me[0])
+            met = (
+                generation == group.generation > groups.confirmed and not self.reader.void and self.reader.holds(me[0])
+            )
             return self._steps.confirm(generation) if met else []
-        ask = self.facts.ask_of(record)
-        if ask is not None and generation >= self.books.origin:
+        ask = self.reader.ask_of(record)
+        if ask is not None and generation >= self.group_state.origin:
             ask.synced = max(ask.synced, generation)
         return []
 
     def asks_to_leave(self, record: SlotRecord, reason: LeaveReason) -> None:
-        ask = self.facts.ask_of(record)
+        ask = self.reader.ask_of(record)
         if ask is not None:
             ask.leaving = reason if reason is LeaveReason.DONE else ask.leaving or reason or LeaveReason.ASKED
 
     def ended(self, record: SlotRecord, clean: bool) -> None:
         """A process is no more, or is declared lost. ``clean``: it left by itself, as it was told to."""
-        books, m = self.books, record.member
+        groups, m = self.group_state, record.member
         if m.role is not Role.WORKER:
             return
-        ask = books.asked.get(m.slot)
+        ask = groups.asked.get(m.slot)
         if ask is not None and ask.incarnation == m.incarnation:
-            del books.asked[m.slot]
-        if self.facts.leaver(record) is None:
+            del groups.asked[m.slot]
+        if self.reader.leaver(record) is None:
             return
-        self.facts.set_leavers([x for x in books.leavers if (x.slot, x.incarnation) != (m.slot, m.incarnation)])
+        self.reader.set_leavers([x for x in groups.leavers if (x.slot, x.incarnation) != (m.slot, m.incarnation)])
         if not clean:
-            self.facts.lose([(m.slot, m.incarnation)])
-            books.force = f"{m.key} was lost before it had left"
+            self.reader.lose([(m.slot, m.incarnation)])
+            groups.force = f"{m.key} was lost before it had left"

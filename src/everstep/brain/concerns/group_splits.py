@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from everstep.brain.concerns.group_facts import GroupPart
+from everstep.brain.concerns.group_reader import GroupPart
 from everstep.brain.events import InstructionType, PublishGroup
 from everstep.brain.group import Adjust
 from everstep.ids import Incarnation, Slot
@@ -21,35 +21,35 @@ class StepSplits(GroupPart):
 
     def cannot_divide(self, batch: dict[Slot, int]) -> str:
         """Return why the group's steps cannot be divided so; "": they can."""
-        group = self.facts.view()
+        group = self.reader.view()
         if group is None or group.hold:
             return "there is no group that trains"
         inside = {m.slot for m in group.members}
         missing = [slot for slot in batch if slot not in inside]
         if missing:
             return f"worker:{missing[0]} is not in the group"
-        if len(batch) == group.size and sum(batch.values()) != self.facts.samples():
-            return f"a step has {self.facts.samples()} samples now, not {sum(batch.values())}"
+        if len(batch) == group.size and sum(batch.values()) != self.reader.samples():
+            return f"a step has {self.reader.samples()} samples now, not {sum(batch.values())}"
         return ""
 
     def cannot_replace(self, slot: Slot, incarnation: Incarnation) -> str:
         """Return why this member should not be asked to leave now, for another one; "": it may. Only from a group at
         rest of which enough others have the state for certain: nobody needs the replacement to come."""
-        books, group = self.books, self.facts.view()
+        groups, group = self.group_state, self.reader.view()
         if group is None or group.hold or group.rank(slot, incarnation) < 0:
             return f"worker:{slot} is in no group that trains"
-        if books.leavers or group.joining or books.confirmed < group.generation:
+        if groups.leavers or group.joining or groups.confirmed < group.generation:
             return "the group is changing"
-        if self.facts.data_done():
+        if self.reader.data_done():
             return "all data is trained"
-        rest = [m for m in group.members if m.slot != slot and self.facts.holds(m) and not self.facts.leaves(m)]
+        rest = [m for m in group.members if m.slot != slot and self.reader.holds(m) and not self.reader.leaves(m)]
         if len(rest) < max(1, self.job.spec.min_workers):
             return f"{len(rest)} would be left of at least {max(1, self.job.spec.min_workers)} workers"
         return ""
 
     def adjust(self, actions: list[Adjust], why: Decision) -> list[InstructionType]:
         """Divide steps as these actions say."""
-        group = self.books.group
+        group = self.group_state.group
         assert group is not None
         shares: dict[Slot, int] = {}
         passes: dict[Slot, int] = {}
@@ -70,10 +70,10 @@ class StepSplits(GroupPart):
     ) -> PublishGroup | None:
         """The members of the group are to divide its steps so. Whoever is not named takes what it takes now; None:
         that is how it is already."""
-        books, group = self.books, self.books.group
+        groups, group = self.group_state, self.group_state.group
         assert group is not None
         old, slots = group.split, [m.slot for m in group.members]
-        before = old.shares or tuple(even(self.facts.samples(), group.size))
+        before = old.shares or tuple(even(self.reader.samples(), group.size))
         told = (0,) * group.size if shares or not old.passes else old.passes
         split = StepSplit(
             old.version,
@@ -84,24 +84,24 @@ class StepSplits(GroupPart):
         now = StepSplit(old.version, before, old.passes or (0,) * group.size, old.rate)
         if split == now:
             return None
-        books.splits += 1
-        books.group = msgspec.structs.replace(group, split=msgspec.structs.replace(split, version=books.splits))
-        return PublishGroup(msgspec.structs.replace(books.group, joining=self.facts.joining()), why)
+        groups.splits += 1
+        groups.group = msgspec.structs.replace(group, split=msgspec.structs.replace(split, version=groups.splits))
+        return PublishGroup(msgspec.structs.replace(groups.group, joining=self.reader.joining()), why)
 
     def carried(self, members: tuple[GroupMember, ...]) -> StepSplit:
         """Return the split of the group published last, for ``members``: who stays keeps its share, who comes takes a
         middle one. Passes are forgotten: they were asked for another number of samples, and may not fit into memory
         now."""
-        books = self.books
-        old = books.group
+        groups = self.group_state
+        old = groups.group
         if old is None or old.split == StepSplit():
             return StepSplit()
         rank = {m: r for r, m in enumerate(old.members)}
         shares = old.split.shares
-        books.splits += 1
+        groups.splits += 1
         middle = max(1, sum(shares) // max(1, len(shares)))
         return StepSplit(
-            books.splits,
+            groups.splits,
             tuple(shares[rank[m]] if m in rank else middle for m in members) if shares else (),
             (),
             old.split.rate,

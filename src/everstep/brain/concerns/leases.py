@@ -222,7 +222,7 @@ class LeaseConcern(Concern):
         return held
 
     def _release_hold(self, record: SlotRecord, held: HeldLease, settled: bool) -> None:
-        """Take the lease out of the worker's books. ``settled``: by the worker itself, so it had the answer."""
+        """Take the lease out of the worker's record. ``settled``: by the worker itself, so it had the answer."""
         record.held.remove(held.shard)
         granted = record.granted.get(held.dataset)
         if granted is not None:
@@ -240,7 +240,7 @@ class LeaseConcern(Concern):
             if e.lease in record.done:
                 return [OK]
             return [Reply(Refused(f"lease {lease_words(e.lease)} of {self.shards.name(e.shard)} is not current"))]
-        dead = self.concerns.placement.facts.unacknowledged(e.servers, e.route)
+        dead = self.concerns.placement.reader.unacknowledged(e.servers, e.route)
         if dead:
             self._release_hold(record, held, settled=True)
             self.shards.take_back(e.shard, 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from everstep.brain.concerns.partition_facts import PartitionFacts, PartitionPart
+from everstep.brain.concerns.partition_reader import PartitionPart, PartitionReader
 from everstep.brain.events import InstructionType, Note, PublishPlacement
 from everstep.brain.placement import Acks, places_of
 from everstep.brain.protection import Inputs
@@ -26,18 +26,18 @@ class PartitionMaps(PartitionPart):
 
     __slots__ = ("_ahead",)
 
-    def __init__(self, facts: PartitionFacts, ahead: bool) -> None:
+    def __init__(self, reader: PartitionReader, ahead: bool) -> None:
         """``ahead``: workers have a state of their own, which must not be newer than the partitions."""
-        super().__init__(facts)
+        super().__init__(reader)
         self._ahead = ahead
 
     def first(self) -> list[InstructionType]:
         """All ps have joined: place partitions and mirrors."""
-        books, code, partitions = self.books, self.facts.code, self.job.spec.partitions
-        places = places_of(self.facts.servers())
+        protection, code, partitions = self.protection, self.reader.code, self.job.spec.partitions
+        places = places_of(self.reader.servers())
         slots = [p.slot for p in places]
-        books.sites = self.facts.sites(slots)
-        layout = arrange(code, partitions, slots, limits=self.facts.limits())
+        protection.sites = self.reader.sites(slots)
+        layout = arrange(code, partitions, slots, limits=self.reader.limits())
         snapshots = self.checkpoints.first_snapshots(partitions)
         builder = PlacementBuilder(
             code=code,
@@ -53,13 +53,13 @@ class PartitionMaps(PartitionPart):
         )
         advance(builder, layout, first=True)
         if builder.missing:  # of a resumed job the mirrors follow when the partitions are loaded
-            books.missing = builder.missing
-        books.layout, books.over = layout, tuple(slots)
-        books.mirrors = builder.next_id - 1
+            protection.missing = builder.missing
+        protection.layout, protection.over = layout, tuple(slots)
+        protection.mirrors = builder.next_id - 1
         placement = Placement(
             1, tuple(builder.owner), places, 1, tuple(builder.mirrors), tuple(sorted(builder.snapshots.items()))
         )
-        books.placement = placement
+        protection.placement = placement
         self.checkpoints.covered = not code.m
         self._remember_map()
         words = f"all {len(slots)} ps have joined; bucket b goes to ps b mod {len(slots)}"
@@ -71,11 +71,11 @@ class PartitionMaps(PartitionPart):
 
     def _say_cover(self) -> list[InstructionType]:
         """What the wanted layout covers, where other machines have ps, or nodes were waited for."""
-        sites = self.books.sites
+        sites = self.protection.sites
         if self.job.spec.nodes == 1 and all(site.home for site in sites):
             return []
         inputs: Inputs = {f"ps:{site.slot}": site.machine for site in sites}
-        return [Note("", Decision("spread", layout_words(self.facts.code, sites), inputs))]
+        return [Note("", Decision("spread", layout_words(self.reader.code, sites), inputs))]
 
     def settle(self, why: str = "", trusted: bool = False) -> list[InstructionType]:
         """Make the next placement out of what is known now; nothing if it would be the same.
@@ -84,85 +84,86 @@ class PartitionMaps(PartitionPart):
         says it has, it has, but not necessarily all that its old life acknowledged. If something is lost for good,
         nothing is changed and ``lost`` says what.
         """
-        books, placement = self.books, self.books.placement
-        books.lost = []
+        protection, placement = self.protection, self.protection.placement
+        protection.lost = []
         if placement is None or self.job.over:
             return []
-        joined = {(m.slot, m.incarnation) for m in self.facts.servers()}
+        joined = {(m.slot, m.incarnation) for m in self.reader.servers()}
         dead = {p.slot for p in placement.servers if (p.slot, p.incarnation) not in joined}
         if trusted and dead & {slot for slot, _ in joined}:
             self._cost()  # also where the map itself has to wait for somebody
-        if any(self.facts.on_its_way_back(p) for p in placement.servers):
+        if any(self.reader.on_its_way_back(p) for p in placement.servers):
             return []
-        builder = self.facts.builder()
+        builder = self.reader.builder()
         if trusted:
             dead -= builder.living
         reborn = dead & builder.living
         builder.living -= reborn  # what they had is gone; first everybody else is asked for it
         cut_off = any(p.how is How.HAND_OVER and p.source in dead for p in builder.missing.values())
-        recovered = recover(builder, self.facts.snapshot_of)
-        books.stuck = []
-        books.went_back |= bool(recovered.lost or recovered.behind)
+        recovered = recover(builder, self.reader.snapshot_of)
+        protection.stuck = []
+        protection.went_back |= bool(recovered.lost or recovered.behind)
         if recovered.lost:
-            if not self.facts.may_begin_again():
-                books.lost = recovered.lost
+            if not self.reader.may_begin_again():
+                protection.lost = recovered.lost
                 return []
             if self._workers_end(recovered.lost):
                 return []
             begin_again(builder, recovered)
         elif self._ahead and recovered.behind and self._workers_end(recovered.behind):
             return []  # nobody has the gradients of what they lack: all go back to the newest checkpoint
-        books.gone, books.ending = [], []
+        protection.gone, protection.ending = [], []
         builder.living |= reborn
         out = self._losses(recovered) if recovered.partitions or cut_off else []
         steps = MoveSteps()
         if builder.living:
-            books.layout = self._layout(builder, recovered, out)
-            steps = advance(builder, books.layout)
+            protection.layout = self._layout(builder, recovered, out)
+            steps = advance(builder, protection.layout)
         self._publish(builder, recovered, steps, why, out)
         return out
 
     def _workers_end(self, lost: list[PartitionId]) -> bool:
         """Return whether workers must end before the partitions ``lost`` begin empty: all that were there when they
         were lost."""
-        books, workers = self.books, self.members.workers
-        if not set(lost) <= set(books.gone):
+        protection, workers = self.protection, self.members.workers
+        if not set(lost) <= set(protection.gone):
             there = [s.member for s in workers.values() if s.running and s.member.state is not MemberState.STARTING]
-            books.gone = sorted(lost)
-            books.ending = sorted({*books.ending, *((m.slot, m.incarnation) for m in there)})
-        books.ending = [
+            protection.gone = sorted(lost)
+            protection.ending = sorted({*protection.ending, *((m.slot, m.incarnation) for m in there)})
+        protection.ending = [
             (slot, incarnation)
-            for slot, incarnation in books.ending
+            for slot, incarnation in protection.ending
             if (record := workers.get(slot)) is not None and record.running and record.member.incarnation == incarnation
         ]
-        return bool(books.ending)
+        return bool(protection.ending)
 
     def _cost(self) -> None:
         """Note that a loss cost something: no acknowledgement by a map from before it counts, whoever gave it. (A
         partition may have been where it is now, and back, and lack what it had then.)"""
-        assert self.books.placement is not None
-        self.books.maps.clear()
-        self.books.counts_from = self.books.placement.version + 1
+        assert self.protection.placement is not None
+        self.protection.maps.clear()
+        self.protection.counts_from = self.protection.placement.version + 1
 
     def _layout(self, builder: PlacementBuilder, recovered: Recovered, out: list[InstructionType]) -> StripeLayout:
         """The wanted layout: the one before, unless ps came, left or died, are elsewhere now, or partitions are."""
-        books = self.books
-        assert books.layout is not None
-        staying = builder.living - set(books.leaving) - self.facts.early() or builder.living
-        sites = self.facts.sites(staying)
-        same = tuple(sorted(staying)) == books.over and sites == (books.sites or sites)  # (an older journal has none)
-        apart = {(s.machine, s.zone) for s in sites} != {(s.machine, s.zone) for s in books.sites or sites}
-        books.sites = sites
+        protection = self.protection
+        assert protection.layout is not None
+        staying = builder.living - set(protection.leaving) - self.reader.early() or builder.living
+        sites = self.reader.sites(staying)
+        known = protection.sites or sites  # (an older journal has none)
+        same = tuple(sorted(staying)) == protection.over and sites == known
+        apart = {(s.machine, s.zone) for s in sites} != {(s.machine, s.zone) for s in known}
+        protection.sites = sites
         if same and not recovered.partitions:
-            return books.layout
-        owner = list(books.layout.owner)
+            return protection.layout
+        owner = list(protection.layout.owner)
         for partition in recovered.partitions:
             owner[partition] = builder.owner[partition]
-        books.over = tuple(sorted(staying))
+        protection.over = tuple(sorted(staying))
         if apart:
             out += self._say_cover()
-        old = StripeLayout(tuple(owner), books.layout.sites)
-        return arrange(builder.code, len(owner), books.over, old, self.facts.limits())
+        old = StripeLayout(tuple(owner), protection.layout.sites)
+        return arrange(builder.code, len(owner), protection.over, old, self.reader.limits())
 
     def _losses(self, recovered: Recovered) -> list[InstructionType]:
         """Reopen the done shards that some partition may lack."""
@@ -201,16 +202,17 @@ class PartitionMaps(PartitionPart):
     def _publish(
         self, builder: PlacementBuilder, recovered: Recovered, steps: MoveSteps, why: str, out: list[InstructionType]
     ) -> None:
-        old, books = self.books.placement, self.books
+        old, protection = self.protection.placement, self.protection
         assert old is not None
         still = {*builder.owner, *(m.at for m in builder.mirrors), *(p.source for p in builder.missing.values())}
-        away = {*books.leaving, *self.facts.early()}
-        places = places_of(m for m in self.facts.servers() if m.slot not in away or m.slot in still)
+        away = {*protection.leaving, *self.reader.early()}
+        places = places_of(m for m in self.reader.servers() if m.slot not in away or m.slot in still)
         snapshots = {
             b: c for b, c in builder.snapshots.items() if c == 0 or builder.missing
         }  # all of them in one placement
-        books.missing, books.ready, books.mirrors = builder.missing, sorted(builder.ready), builder.next_id - 1
-        books.torn = []
+        protection.missing, protection.ready = builder.missing, sorted(builder.ready)
+        protection.mirrors = builder.next_id - 1
+        protection.torn = []
         same_route = tuple(builder.owner) == old.owner and places == old.servers and not recovered.behind
         new = Placement(
             builder.version,
@@ -222,7 +224,7 @@ class PartitionMaps(PartitionPart):
         )
         if msgspec.structs.replace(new, version=old.version) == msgspec.structs.replace(old, routing=old.route):
             return
-        books.placement = new
+        protection.placement = new
         self._remember_map()
         action = "publish the map again"
         if recovered.partitions:
@@ -240,7 +242,7 @@ class PartitionMaps(PartitionPart):
         out.append(PublishPlacement(new, Decision(action, words or "what was needed for a step is there", inputs)))
 
     def _remember_map(self) -> None:
-        placement, maps = self.books.placement, self.books.maps
+        placement, maps = self.protection.placement, self.protection.maps
         assert placement is not None
         life = {p.slot: p.incarnation for p in placement.servers}
         owners = tuple(sorted((s, life.get(s, Incarnation(0))) for s in set(placement.owner)))
@@ -251,26 +253,26 @@ class PartitionMaps(PartitionPart):
 
     def validate(self) -> None:
         """Assert what must always hold while the job is not over."""
-        books, placement = self.books, self.books.placement
+        protection, placement = self.protection, self.protection.placement
         if placement is None:
             return
-        spec, code = self.job.spec, self.facts.code
+        spec, code = self.job.spec, self.reader.code
         assert len(placement.owner) == spec.partitions
         serving = {p.slot for p in placement.servers}
         if not self.job.over:
             for partition, slot in enumerate(placement.owner):
-                assert slot in serving or PartitionId(partition) in books.missing, (
+                assert slot in serving or PartitionId(partition) in protection.missing, (
                     f"bucket {partition}: ps:{slot} is not there"
                 )
         ids = [m.id for m in placement.mirrors]
-        assert len(ids) == len(set(ids)) and all(0 < i <= books.mirrors for i in ids), "a mirror id is used twice"
-        assert set(books.ready) <= set(ids), "a mirror that is gone is ready"
-        assert set(books.torn) <= set(ids), "a mirror that is gone is torn"
+        assert len(ids) == len(set(ids)) and all(0 < i <= protection.mirrors for i in ids), "a mirror id is used twice"
+        assert set(protection.ready) <= set(ids), "a mirror that is gone is ready"
+        assert set(protection.torn) <= set(ids), "a mirror that is gone is torn"
         assert all(m.at in serving for m in placement.mirrors), "a mirror at a ps that is not there"
         snapshots = dict(placement.snapshots)
-        for partition, pending in books.missing.items():
+        for partition, pending in protection.missing.items():
             slot = placement.owner[partition]
-            here = [m for m in placement.mirrors_of(partition) if m.at == slot and m.id in books.ready]
+            here = [m for m in placement.mirrors_of(partition) if m.at == slot and m.id in protection.ready]
             if pending.how is How.FOLD:
                 assert here, f"bucket {partition} is to be folded at ps:{slot}, which has no complete mirror of it"
             elif pending.how in (How.PROMOTE, How.HAND_OVER):
@@ -281,9 +283,9 @@ class PartitionMaps(PartitionPart):
                 )
             elif pending.how is How.LOAD:
                 assert snapshots.get(partition), f"bucket {partition} is to be loaded, from nothing"
-        layout = books.layout
+        layout = protection.layout
         assert layout is not None
-        if len(books.over) >= code.width and not books.leaving:
+        if len(protection.over) >= code.width and not protection.leaving:
             assert layout.shared(code) == 0, "units of a stripe share a ps in the wanted layout"
-            limits = self.facts.limits()
+            limits = self.reader.limits()
             assert not limits or layout.crowded(code, limits) == 0, "too many units of a stripe share a machine"

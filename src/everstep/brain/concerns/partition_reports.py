@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from everstep.brain.concerns.partition_facts import PartitionPart
+from everstep.brain.concerns.partition_reader import PartitionPart
 from everstep.brain.events import InstructionType, LoadFailed, MirrorsReady, Note, PartitionsReady
 from everstep.brain.protection import Inputs
 from everstep.ids import PartitionId, Slot
@@ -22,20 +22,20 @@ class PartitionReports(PartitionPart):
 
     def mirrors_ready(self, slot: Slot, mirrors: Iterable[int]) -> bool:
         """Return whether this is news."""
-        placement, books = self.books.placement, self.books
+        placement, protection = self.protection.placement, self.protection
         if placement is None:
             return False
         here = {m.id for m in placement.mirrors_at(slot)}
-        news = [m for m in mirrors if m in here and m not in books.ready]
-        books.ready = sorted([*books.ready, *news])
+        news = [m for m in mirrors if m in here and m not in protection.ready]
+        protection.ready = sorted([*protection.ready, *news])
         return bool(news)
 
     def covers(self) -> list[InstructionType]:
         """What may be released when every partition has all its mirrors for the first time: until then its ps may take
         it with it, and it must be possible to train all of it again."""
-        if self.checkpoints.covered or self.books.placement is None or self.books.missing:
+        if self.checkpoints.covered or self.protection.placement is None or self.protection.missing:
             return []
-        builder = self.facts.builder()
+        builder = self.reader.builder()
         rows = builder.rows()
         wanted = [(j, r) for j in range(builder.stripes) for r in range(builder.code.m)]
         if not all(any(m.id in builder.ready for m in rows.get(w, ())) for w in wanted):
@@ -44,7 +44,7 @@ class PartitionReports(PartitionPart):
 
     def partitions_ready(self, slot: Slot, version: int, partitions: Iterable[PartitionId]) -> list[PartitionId]:
         """Return those that are news. ``version``: of the placement that gave them, or a later one."""
-        placement, missing = self.books.placement, self.books.missing
+        placement, missing = self.protection.placement, self.protection.missing
         if placement is None:
             return []
         news = [b for b in partitions if b in missing and placement.owner[b] == slot and version >= missing[b].version]
@@ -67,7 +67,7 @@ class PartitionReports(PartitionPart):
         news = self.partitions_ready(slot, e.placement, e.partitions)
         if not news:
             return []
-        if self.books.missing:
+        if self.protection.missing:
             return []
         inputs: Inputs = {"buckets": len(news), "how": e.how}
         words = f"every bucket is whole where the map has it (the last ones at ps:{slot}: {e.how})"
@@ -75,22 +75,22 @@ class PartitionReports(PartitionPart):
 
     def _torn(self, slot: Slot, e: MirrorsReady) -> list[InstructionType]:
         """Mirrors are not to be trusted: from now on none is there, and the next map has others in their place."""
-        placement, books = self.books.placement, self.books
+        placement, protection = self.protection.placement, self.protection
         named = {m.id for m in placement.mirrors} if placement is not None else set()
-        news = sorted((set(e.torn) & named) - set(books.torn))
+        news = sorted((set(e.torn) & named) - set(protection.torn))
         if not news:
             return []
-        books.torn = sorted([*books.torn, *news])
+        protection.torn = sorted([*protection.torn, *news])
         words = f"{len(news)} mirrors lack differences of their members: others are made in their place"
         why = Decision("mirrors torn", words, {"mirrors": len(news)}, ("go on with them: they would give wrong rows",))
         return [Note(f"ps:{slot}", why)]
 
     def _stuck(self, slot: Slot, e: PartitionsReady) -> list[InstructionType]:
         """A ps has no way to get partitions: they are taken for lost there, if that is about what was last ordered."""
-        placement, missing = self.books.placement, self.books.missing
+        placement, missing = self.protection.placement, self.protection.missing
         if placement is None:
             return []
-        stuck = self.books.stuck = sorted(
+        stuck = self.protection.stuck = sorted(
             b
             for b in set(e.partitions)
             if 0 <= b < placement.partitions
@@ -105,20 +105,20 @@ class PartitionReports(PartitionPart):
 
     def load_failed(self, slot: Slot, e: LoadFailed) -> list[InstructionType]:
         """A ps could not load a partition: it is taken for lost there, if that is about what was last ordered."""
-        if (e.partition, e.checkpoint) not in self.facts.loading(slot, e.placement):
+        if (e.partition, e.checkpoint) not in self.reader.loading(slot, e.placement):
             return []
-        self.books.stuck = sorted({*self.books.stuck, e.partition})
+        self.protection.stuck = sorted({*self.protection.stuck, e.partition})
         return self.checkpoints.load_failed(e.checkpoint, f"ps:{slot}", e.error)
 
     def spread(self, moves: Iterable[HotMove]) -> list[HotMove]:
         """Want these partitions elsewhere; those for which it is possible."""
         done: list[HotMove] = []
         for move in moves:
-            layout = self.books.layout
+            layout = self.protection.layout
             assert layout is not None
-            if self.facts.may_move(move.partition, move.target) and layout.owner[move.partition] == move.source:
+            if self.reader.may_move(move.partition, move.target) and layout.owner[move.partition] == move.source:
                 owner = list(layout.owner)
                 owner[move.partition] = move.target
-                self.books.layout = StripeLayout(tuple(owner), layout.sites)
+                self.protection.layout = StripeLayout(tuple(owner), layout.sites)
                 done.append(move)
         return done

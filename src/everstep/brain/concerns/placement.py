@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from everstep.brain.brain_state import State
 from everstep.brain.concerns.concern import OK, Concern, Handlers, Inputs, Out
-from everstep.brain.concerns.partition_facts import PartitionFacts
 from everstep.brain.concerns.partition_maps import PartitionMaps
+from everstep.brain.concerns.partition_reader import PartitionReader
 from everstep.brain.concerns.partition_reports import PartitionReports
 from everstep.brain.events import Event, Fenced, HotPartitions, LoadFailed, MirrorsReady, Note, PartitionsReady, Reply
 from everstep.brain.job import Phase
@@ -28,16 +28,16 @@ _CRASHES = frozenset({-4, -6, -7, -8, -11})  # ILL, ABRT, BUS, FPE, SEGV: of its
 
 
 class PlacementConcern(Concern):
-    """Keeps the map of partitions. ``facts``: what follows from it."""
+    """Keeps the map of partitions. ``reader``: what follows from it."""
 
-    __slots__ = ("_maps", "facts", "reports")
+    __slots__ = ("_maps", "reader", "reports")
 
     def __init__(self, state: State, concerns: Concerns, ahead: bool) -> None:
         """``ahead``: workers have a state of their own, which must not be newer than the tables on the ps."""
         super().__init__(state, concerns)
-        self.facts = PartitionFacts(state)
-        self.reports = PartitionReports(self.facts)
-        self._maps = PartitionMaps(self.facts, ahead)
+        self.reader = PartitionReader(state)
+        self.reports = PartitionReports(self.reader)
+        self._maps = PartitionMaps(self.reader, ahead)
 
     def handlers(self) -> Handlers:
         return {
@@ -107,7 +107,7 @@ class PlacementConcern(Concern):
                 out.append(self.concerns.processes.send_away(worker, Decision("stop", words), END_GRACE_S))
         for slot in self.state.protection.leaving:
             record = self.members.servers.get(slot)
-            if record is not None and record.running and not record.stopping and self.facts.empty(slot):
+            if record is not None and record.running and not record.stopping and self.reader.empty(slot):
                 out.append(self.concerns.processes.send_away(record, Decision("stop", "others have all that it held")))
         return out + self.reports.covers()
 
@@ -140,7 +140,7 @@ class PlacementConcern(Concern):
             return []
         slot = record.member.slot
         out: Out = []
-        for checkpoint in sorted({c for _, c in self.facts.loading(slot)}):
+        for checkpoint in sorted({c for _, c in self.reader.loading(slot)}):
             out += self.checkpoints.load_failed(checkpoint, f"ps:{slot}", f"{reason} while it loaded it")
         return out
 
@@ -150,7 +150,7 @@ class PlacementConcern(Concern):
         plan = self.state.control.plan
         if plan is not None and any(isinstance(action, MovePartitions) for action in plan.actions):
             return []
-        if self.job.over or not self.facts.at_rest():
+        if self.job.over or not self.reader.at_rest():
             return []
         moved = self.reports.spread(e.moves)
         if not moved:

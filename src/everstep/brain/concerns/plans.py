@@ -58,7 +58,7 @@ class PlanConcern(Concern):
         if (
             not why
             and moves is not None
-            and not (self.state.placement is not None and self.concerns.placement.facts.at_rest())
+            and not (self.state.placement is not None and self.concerns.placement.reader.at_rest())
         ):
             why = "buckets are under way"
         for action in plan.actions:

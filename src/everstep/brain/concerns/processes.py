@@ -49,7 +49,7 @@ class ProcessConcern(Concern):
 
     def ps_rooms(self) -> Rooms:
         """Return what nodes can take of ps."""
-        return Rooms(self.members, Role.PS, self.concerns.placement.facts.ps_at_home())
+        return Rooms(self.members, Role.PS, self.concerns.placement.reader.ps_at_home())
 
     def start(
         self,
@@ -110,7 +110,7 @@ class ProcessConcern(Concern):
             elif role is Role.PS and not job.spec.ps:
                 error = "this job of mode allreduce has no ps: every worker has the whole model"
             elif role is Role.PS:
-                error = refuse_ps(count, self.concerns.placement.facts.code, job.spec.partitions)
+                error = refuse_ps(count, self.concerns.placement.reader.code, job.spec.partitions)
                 if not error and self.state.placement is None:
                     error = "not yet: not every ps has joined"
             error = error or bounds
@@ -173,7 +173,7 @@ class ProcessConcern(Concern):
         servers = [record.member.slot for record in records if record.member.role is Role.PS and not record.stopping]
         leaving = self.state.protection.leaving
         left = [
-            m.slot for m in self.concerns.placement.facts.servers() if m.slot not in leaving and m.slot not in servers
+            m.slot for m in self.concerns.placement.reader.servers() if m.slot not in leaving and m.slot not in servers
         ]
         if servers and self.state.placement is None:
             return [Reply(Refused(f"{e.target}: not yet: not every ps has joined"))]
@@ -185,10 +185,10 @@ class ProcessConcern(Concern):
         words = f"empty it within {e.deadline_s:g} s" if e.deadline_s else "empty it"
         words += f": {', '.join(str(record.member.key) for record in records) or 'nothing'}"
         words += ", and start another process in its place" if e.again else ""
-        less = after_drain(self.concerns.placement.facts.code, len(left)) if servers else ""
+        less = after_drain(self.concerns.placement.reader.code, len(left)) if servers else ""
         words += f"; {less}" if less else ""
         inputs: Inputs = {"deadline_s": e.deadline_s, "buckets": 0}
-        inputs["buckets"] = sum(self.concerns.placement.facts.left_at(slot) for slot in servers)
+        inputs["buckets"] = sum(self.concerns.placement.reader.left_at(slot) for slot in servers)
         out.append(Note(e.target, Decision("drain", words, inputs)))
         for record in records:
             if record.member.role is Role.WORKER and not record.stopping:

@@ -71,49 +71,49 @@ class PsSlotConcern(Concern):
 
     def _refill(self, slot: Slot) -> None:
         """It has ended: whether another one may be started there, although it was emptied."""
-        books = self.state.protection
-        if slot in books.refill:
-            books.refill.remove(slot)
-            books.leaving[:] = [other for other in books.leaving if other != slot]
+        protection = self.state.protection
+        if slot in protection.refill:
+            protection.refill.remove(slot)
+            protection.leaving[:] = [other for other in protection.leaving if other != slot]
 
     def settle(self, event: Event, out: Out) -> Out:
         """A node has places for ps, and another machine has two more of them: one ps at a time goes there. It gives all
         that it has to others first, so the job must have one ps more than a stripe has units."""
-        books, job = self.state.protection, self.job
-        if not books.uneven:
+        protection, job = self.state.protection, self.job
+        if not protection.uneven:
             return []
-        facts = self.concerns.placement.facts
-        if job.over or not facts.code.m:
-            books.uneven = False
+        reader = self.concerns.placement.reader
+        if job.over or not reader.code.m:
+            protection.uneven = False
             return []
-        if not facts.at_rest():
+        if not reader.at_rest():
             return []
-        servers = [m for m in facts.servers() if m.slot not in books.leaving]
+        servers = [m for m in reader.servers() if m.slot not in protection.leaving]
         used: dict[str, int] = {}
         for member in servers:
             machine = self.members.machine_of(member.node)
             used[machine] = used.get(machine, 0) + 1
         rooms = self.members.rooms(Role.PS)
-        target = choose_ps_node(rooms, facts.ps_at_home())
+        target = choose_ps_node(rooms, reader.ps_at_home())
         most = max(used, key=lambda machine: (used[machine], machine), default="")
         least = self.members.machine_of(target) if target is not None else most
         from_home = most == self.members.machine_of(HOME_NODE)
-        stays = from_home and used.get(most, 0) <= facts.ps_at_home()
+        stays = from_home and used.get(most, 0) <= reader.ps_at_home()
         if target is None or stays or used.get(most, 0) - used.get(least, 0) < 2:
-            books.uneven = False
+            protection.uneven = False
             return []
         if event.at - self.members.nodes[target].since < job.spec.lost_after_s:
             return []  # it may go again at once
         member = max((m for m in servers if self.members.machine_of(m.node) == most), key=lambda m: m.slot)
         inputs: Inputs = {"from": member.node, "to": target}
-        if len(servers) <= facts.code.width:
-            books.uneven = False
-            words = f"{target} has places for ps; none goes there, since {len(servers)} ps are what {facts.code} needs"
+        if len(servers) <= reader.code.width:
+            protection.uneven = False
+            words = f"{target} has places for ps; none goes there, since {len(servers)} ps are what {reader.code} needs"
             why = Decision("stay", f"{words}; everstep scale --ps {len(servers) + 1} starts one there", inputs)
             return [Note("", why)]
         words = f"{most} has {used[most]} ps and {least} {used.get(least, 0)}: it is emptied, and started on {target}"
-        books.leaving[:] = sorted({*books.leaving, member.slot})
-        books.refill[:] = sorted({*books.refill, member.slot})
+        protection.leaving[:] = sorted({*protection.leaving, member.slot})
+        protection.refill[:] = sorted({*protection.refill, member.slot})
         out = [Note(str(member.key), Decision("spread", words, inputs))]
         return out + self.concerns.placement.settle_map(f"{member.key} goes to {target}")
 

@@ -86,22 +86,22 @@ class SupervisorConcern(Concern):
 
     def _unsuspended(self, e: JobUnsuspended, told: Event) -> Out:
         """The job goes on in a new run of its master. Nothing that ran before runs any more."""
-        job, books = self.job, self.state.supervision
-        if job.phase is not Phase.SUSPENDED or e.number != books.suspensions:
+        job, supervision = self.job, self.state.supervision
+        if job.phase is not Phase.SUSPENDED or e.number != supervision.suspensions:
             return []
         job.exit_code, job.error = None, ""
         begun = self.state.placement is not None or self.state.groups.group is not None
         job.phase = Phase.TRAINING if begun else Phase.STARTING
         job.anyway, job.gathered, job.nodes_due_at = False, False, 0.0
-        books.suspending, books.begun, books.told, books.goes_on = "", False, "", True
-        books.short_since = books.enough_since = 0.0
+        supervision.suspending, supervision.begun, supervision.told, supervision.goes_on = "", False, "", True
+        supervision.short_since = supervision.enough_since = 0.0
         self.checkpoints.go_on()
         for node in self.members.nodes.values():
             node.alive, node.draining, node.quiet_since = False, False, 0.0
         self.duty.undone()
         for record in self.members.all():
             self._begins_anew(record, told.at)
-        out: Out = [Note("", Decision("unsuspend", e.reason, {"suspensions": books.suspensions}))]
+        out: Out = [Note("", Decision("unsuspend", e.reason, {"suspensions": supervision.suspensions}))]
         protection = self.state.protection
         protection.leaving[:] = [slot for slot in protection.leaving if slot >= job.ps_wanted]
         if self.state.placement is not None and self.checkpoints.newest is None:
@@ -122,9 +122,9 @@ class SupervisorConcern(Concern):
     # ------------------------------------------------------------ what follows
 
     def settle(self, event: Event, out: Out) -> Out:
-        job, books = self.job, self.state.supervision
+        job, supervision = self.job, self.state.supervision
         kind = type(event.fact)
-        if kind in _COUNTS_ANEW or (not books.begun and kind in (GroupAsked, ShardAsked)):
+        if kind in _COUNTS_ANEW or (not supervision.begun and kind in (GroupAsked, ShardAsked)):
             more = self._look(event.at, kind is SupervisionDue) if not job.over else []
         elif not job.over:
             return []
@@ -134,42 +134,42 @@ class SupervisorConcern(Concern):
 
     def _look(self, at: float, due: bool) -> Out:
         """Count who is there, and do what is due (``due``: the clock says so)."""
-        job, books = self.job, self.state.supervision
+        job, supervision = self.job, self.state.supervision
         tolerated = job.spec.fail_tolerance
-        if 0 <= tolerated < books.losses:
+        if 0 <= tolerated < supervision.losses:
             error = (
-                f"{books.losses} workers and ps were lost, beside those of lost nodes: more than "
+                f"{supervision.losses} workers and ps were lost, beside those of lost nodes: more than "
                 f"fail_tolerance={tolerated}; see everstep explain"
             )
             return [self.fail(4, error)]
-        anyway, job.anyway, books.due_at = job.anyway, False, 0.0
+        anyway, job.anyway, supervision.due_at = job.anyway, False, 0.0
         lack = self._lack()
         if lack:
-            books.enough_since = 0.0
-            books.short_since = books.short_since or at
+            supervision.enough_since = 0.0
+            supervision.short_since = supervision.short_since or at
             job.anyway = anyway
-            books.lack = self._lack() if anyway else lack
-            if not books.lack or self.checkpoints.stopping:
+            supervision.lack = self._lack() if anyway else lack
+            if not supervision.lack or self.checkpoints.stopping:
                 return []
             return self._wait(at, due)
-        books.lack = ""
-        if books.short_since:
-            books.enough_since = books.enough_since or at
-            steady_at = books.enough_since + stabilization_s(job.spec)
+        supervision.lack = ""
+        if supervision.short_since:
+            supervision.enough_since = supervision.enough_since or at
+            steady_at = supervision.enough_since + stabilization_s(job.spec)
             if at < steady_at:
-                books.due_at, job.anyway = steady_at, anyway
+                supervision.due_at, job.anyway = steady_at, anyway
                 return []
-        books.short_since = books.enough_since = 0.0
-        books.told = ""
+        supervision.short_since = supervision.enough_since = 0.0
+        supervision.told = ""
         return []
 
     def _wait(self, at: float, due: bool) -> Out:
         """Too few are there. What is done about it is done by the clock alone, and not in the midst of a loss."""
-        books, wait_s = self.state.supervision, max_wait_s(self.job.spec)
+        supervision, wait_s = self.state.supervision, max_wait_s(self.job.spec)
         if not wait_s:
             return []
-        if not due or at < books.short_since + wait_s:
-            books.due_at = books.short_since + wait_s
+        if not due or at < supervision.short_since + wait_s:
+            supervision.due_at = supervision.short_since + wait_s
             return []
         return self._waited(at, wait_s)
 
@@ -197,64 +197,64 @@ class SupervisorConcern(Concern):
 
     def _waited(self, at: float, wait_s: float) -> Out:
         """The job has waited for as long as it may."""
-        job, books = self.job, self.state.supervision
-        inputs: Inputs = {"max_wait_s": wait_s, "waited_s": round(at - books.short_since, 1)}
-        words = f"{books.lack}, for {at - books.short_since:.0f} s (max_wait={job.spec.max_wait})"
+        job, supervision = self.job, self.state.supervision
+        inputs: Inputs = {"max_wait_s": wait_s, "waited_s": round(at - supervision.short_since, 1)}
+        words = f"{supervision.lack}, for {at - supervision.short_since:.0f} s (max_wait={job.spec.max_wait})"
         then = AfterWait(job.spec.on_wait_timeout)
         if then is AfterWait.FAIL:
             return [self.fail(4, f"{words}, and on_wait_timeout is fail")]
         if then is AfterWait.RUN:
             if not job.anyway:
                 job.anyway = True
-                books.lack = self._lack()
+                supervision.lack = self._lack()
                 return [Note("", Decision("run with fewer", words, inputs))]
-            if books.told == books.lack:
+            if supervision.told == supervision.lack:
                 return []
-            books.told = books.lack
+            supervision.told = supervision.lack
             return [Note("", Decision("wait on", f"{words}: nobody is there to run with", inputs))]
         return self._suspend(words, at, by_itself=True)
 
     def _suspend(self, reason: str, at: float, by_itself: bool) -> Out:
-        books = self.state.supervision
-        books.suspending, books.by_itself, books.due_at = reason, by_itself, 0.0
+        supervision = self.state.supervision
+        supervision.suspending, supervision.by_itself, supervision.due_at = reason, by_itself, 0.0
         return self.concerns.ending.suspend(reason, at)
 
     def cannot_suspend(self, at: float) -> None:
         """The job's state could not be made safe: it goes on, and waits anew."""
-        books = self.state.supervision
-        books.suspending, books.by_itself = "", False
-        books.short_since = at if books.short_since else 0.0
+        supervision = self.state.supervision
+        supervision.suspending, supervision.by_itself = "", False
+        supervision.short_since = at if supervision.short_since else 0.0
 
     # ------------------------------------------------------------ the state of the job
 
     def _stage(self, at: float) -> Out:
         """Remember the state of the job, if it has changed; tell people, where a setting of this room is used."""
-        books = self.state.supervision
-        now = job_stage(self.job.phase, self.job.over, books.begun, books.lack)
+        supervision = self.state.supervision
+        now = job_stage(self.job.phase, self.job.over, supervision.begun, supervision.lack)
         if now is JobStage.RUNNING:
-            books.begun = True
-        if now is books.stage and books.changes:
+            supervision.begun = True
+        if now is supervision.stage and supervision.changes:
             return []
-        books.spent = books.seconds(at)
-        before, books.stage = books.stage, now
+        supervision.spent = supervision.seconds(at)
+        before, supervision.stage = supervision.stage, now
         why = self._why(now)
-        books.changes = [*books.changes[-(CHANGES_KEPT - 1) :], StageChange(at, now, why)]
+        supervision.changes = [*supervision.changes[-(CHANGES_KEPT - 1) :], StageChange(at, now, why)]
         tells = max_wait_s(self.job.spec) > 0 or self.job.spec.recovery == "wait_for_all"
         if not tells or now is before or self.job.over:
             return []
         return [Note("", Decision(now.value, why, {"before": before.value}))]
 
     def _why(self, now: JobStage) -> str:
-        books = self.state.supervision
+        supervision = self.state.supervision
         match now:
             case JobStage.PENDING:
-                return books.lack or "not every ps has joined, or the workers have not begun"
+                return supervision.lack or "not every ps has joined, or the workers have not begun"
             case JobStage.WAITING:
-                return books.lack
+                return supervision.lack
             case JobStage.RUNNING:
                 return "enough workers and ps are there"
             case JobStage.SUSPENDED:
-                return books.suspending
+                return supervision.suspending
             case JobStage.FAILED:
                 return self.job.error
             case JobStage.DONE:

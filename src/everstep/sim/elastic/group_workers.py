@@ -133,8 +133,8 @@ class GroupWorkers:
             self._telling = False
 
     def _ranges(self, run: Run, steps: int) -> list[Committed]:
-        books, work = self._job.brain.state.groups, self._job.work
-        first, (epoch, position) = books.step, books.cursors.get(0, (0, 0))
+        groups, work = self._job.brain.state.groups, self._job.work
+        first, (epoch, position) = groups.step, groups.cursors.get(0, (0, 0))
         out: list[Committed] = []
         while steps > 0 and epoch < work.epochs:
             take = min(steps, -(-(work.epoch_samples - position) // run.samples))

@@ -17,14 +17,14 @@ from everstep.policies.placement_builder import How, PlacementBuilder, at_risk, 
 from everstep.policies.stripes import closed_slots, members_of
 
 
-class PartitionFacts:
+class PartitionReader:
     """Reads :class:`Protection`, for all that change it and for displays."""
 
-    __slots__ = ("books", "checkpoints", "job", "members", "shards")
+    __slots__ = ("checkpoints", "job", "members", "protection", "shards")
 
     def __init__(self, state: State) -> None:
         self.job, self.members, self.shards = state.job, state.members, state.shards
-        self.checkpoints, self.books = state.checkpoints, state.protection
+        self.checkpoints, self.protection = state.checkpoints, state.protection
 
     @property
     def code(self) -> ParityCode:
@@ -47,7 +47,7 @@ class PartitionFacts:
 
     def limits(self) -> tuple[Limit, ...]:
         """Return what the wanted layout keeps apart."""
-        return limits_of(self.code, self.books.sites)
+        return limits_of(self.code, self.protection.sites)
 
     def ps_at_home(self) -> int:
         """Return how many ps the master's machine gets before others get any."""
@@ -58,7 +58,7 @@ class PartitionFacts:
     def lost_with_one_machine(self) -> tuple[str, int]:
         """Return, of all machines with ps but the master's, the one whose loss now would cost most partitions, and how
         many."""
-        if self.books.placement is None:
+        if self.protection.placement is None:
             return "", 0
         together: dict[str, set[Slot]] = {}
         for site in self.sites(m.slot for m in self.servers()):
@@ -71,13 +71,13 @@ class PartitionFacts:
     def loading(self, slot: Slot, placement: int = 0) -> list[tuple[PartitionId, int]]:
         """Return partitions that this ps is to load, and their checkpoints; ``placement``: by that one or earlier (0:
         any)."""
-        found = self.books.placement
+        found = self.protection.placement
         if found is None:
             return []
         snapshots = dict(found.snapshots)
         return [
             (partition, snapshots[partition])
-            for partition, pending in self.books.missing.items()
+            for partition, pending in self.protection.missing.items()
             if pending.how is How.LOAD
             and found.owner[partition] == slot
             and snapshots.get(partition)
@@ -86,16 +86,16 @@ class PartitionFacts:
 
     def builder(self) -> PlacementBuilder:
         """Return the present placement, to be changed."""
-        placement, books = self.books.placement, self.books
+        placement, protection = self.protection.placement, self.protection
         assert placement is not None
         joined = {(m.slot, m.incarnation) for m in self.servers()}
         # A ps of the map in a later life is not the one that was meant.
         stale = {p.slot for p in placement.servers if (p.slot, p.incarnation) not in joined}
         living = {m.slot for m in self.servers()}
-        torn = [m for m in placement.mirrors if m.id in books.torn]
+        torn = [m for m in placement.mirrors if m.id in protection.torn]
         mirrors = [m for m in placement.mirrors if m.at not in stale and m not in torn]
         # Who was to make its partitions of one has nothing now to make them of.
-        made = [(b, books.missing[b].how, m) for m in torn for b in m.members if b in books.missing]
+        made = [(b, protection.missing[b].how, m) for m in torn for b in m.members if b in protection.missing]
         of = (How.PROMOTE, How.FOLD, How.HAND_OVER)
         cut = {b for b, how, m in made if how in of and placement.owner[b] == m.at}
         return PlacementBuilder(
@@ -105,11 +105,11 @@ class PartitionFacts:
             living=living,
             owner=list(placement.owner),
             mirrors=mirrors,
-            ready=set(books.ready) & {m.id for m in mirrors},
-            missing=dict(books.missing),
+            ready=set(protection.ready) & {m.id for m in mirrors},
+            missing=dict(protection.missing),
             snapshots=dict(placement.snapshots),
-            next_id=books.mirrors + 1,
-            stuck=frozenset(books.stuck) | cut,
+            next_id=protection.mirrors + 1,
+            stuck=frozenset(protection.stuck) | cut,
         )
 
     def may_begin_again(self) -> bool:
@@ -130,11 +130,12 @@ class PartitionFacts:
 
     def early(self) -> set[Slot]:
         """Ps that have joined and wait for others of their wave: each plan of its own would move partitions twice."""
-        books, servers = self.books, self.members.servers
-        records = [s for slot in books.wave if (s := servers.get(slot)) is not None and s.running and not s.stopping]
+        protection, servers = self.protection, self.members.servers
+        joined = [s for slot in protection.wave if (s := servers.get(slot)) is not None]
+        records = [s for s in joined if s.running and not s.stopping]
         if all(s.member.address is not None for s in records):
             return set()
-        return {s.member.slot for s in records if s.member.slot not in books.over}
+        return {s.member.slot for s in records if s.member.slot not in protection.over}
 
     def snapshot_of(self, partition: PartitionId) -> int | None:
         """Return the checkpoint that a partition may fall back to; None: there is none."""
@@ -143,17 +144,18 @@ class PartitionFacts:
 
     def at_rest(self) -> bool:
         """Return whether everything is where it shall be."""
-        books = self.books
+        protection = self.protection
         # (the slot of one that was emptied may stay empty for good)
-        emptied = any(self.members.servers[slot].running for slot in books.leaving)
-        if books.placement is None or books.layout is None or books.missing or emptied or self.early():
+        emptied = any(self.members.servers[slot].running for slot in protection.leaving)
+        if protection.placement is None or protection.layout is None or protection.missing or emptied or self.early():
             return False
-        return books.placement.owner == books.layout.owner and not self.building() and not under_way(self.builder())
+        placed = protection.placement.owner == protection.layout.owner
+        return placed and not self.building() and not under_way(self.builder())
 
     def may_move(self, partition: PartitionId, slot: Slot) -> bool:
         """Whether this ps may have the partition: it serves, and has nothing else of its stripe."""
-        layout, code = self.books.layout, self.code
-        if layout is None or slot not in self.books.over or not 0 <= partition < len(layout.owner):
+        layout, code = self.protection.layout, self.code
+        if layout is None or slot not in self.protection.over or not 0 <= partition < len(layout.owner):
             return False
         if not code.m:
             return slot != layout.owner[partition]
@@ -163,7 +165,7 @@ class PartitionFacts:
     def _closed(self, stripe: int, partition: PartitionId, limits: tuple[Limit, ...]) -> set[Slot]:
         """Return ps to which this partition of the stripe cannot go, for the other units that they or their machines
         have."""
-        layout = self.books.layout
+        layout = self.protection.layout
         assert layout is not None
         units = layout.stripe(self.code, stripe)
         del units[partition - stripe * self.code.k]
@@ -172,7 +174,7 @@ class PartitionFacts:
     def closed_to(self, slot: Slot) -> tuple[PartitionId, ...]:
         """Return partitions of others of which this ps has another unit of the stripe, or a mirror; or its machine too
         many."""
-        layout, code = self.books.layout, self.code
+        layout, code = self.protection.layout, self.code
         if layout is None or not code.m:
             return ()
         out: list[PartitionId] = []
@@ -188,8 +190,8 @@ class PartitionFacts:
     def unacknowledged(self, acks: tuple[tuple[Slot, Incarnation], ...], route: int = 0) -> str:
         """Return "" if these acknowledgements, by the map with this ``route`` (0: not told), count; else what is wrong
         with them, in words."""
-        maps = self.books.maps
-        if 0 < route < self.books.counts_from:
+        maps = self.protection.maps
+        if 0 < route < self.protection.counts_from:
             return f"it was acknowledged by map v{route}, from before a loss that cost something"
         if not maps:
             return "no ps has joined"
@@ -199,48 +201,48 @@ class PartitionFacts:
 
     def levels(self) -> dict[str, int]:
         """Return partitions by level of protection: "full", "less", "none"; empty before the first map."""
-        return level_counts(self.builder()) if self.books.placement is not None else {}
+        return level_counts(self.builder()) if self.protection.placement is not None else {}
 
     def moving(self) -> int:
         """Return partitions on their way to another ps, the one where they are being alive."""
-        if self.books.placement is None:
+        if self.protection.placement is None:
             return 0
-        handed = sum(p.how is How.HAND_OVER for p in self.books.missing.values())
+        handed = sum(p.how is How.HAND_OVER for p in self.protection.missing.values())
         return len(under_way(self.builder())) + handed
 
     def rebuilding(self) -> int:
         """Return partitions that their owner does not hold yet, the old one being dead."""
-        return sum(p.how is not How.HAND_OVER for p in self.books.missing.values())
+        return sum(p.how is not How.HAND_OVER for p in self.protection.missing.values())
 
     def building(self) -> int:
         """Return mirrors of stripes that do not have everything yet."""
-        placement = self.books.placement
+        placement = self.protection.placement
         mirrors = placement.mirrors if placement is not None else ()
-        whole = set(self.books.ready) - set(self.books.torn)
+        whole = set(self.protection.ready) - set(self.protection.torn)
         return sum(m.kind is MirrorKind.PARITY and m.id not in whole for m in mirrors)
 
     def empty(self, slot: Slot) -> bool:
         """Return whether nothing is lost when this ps ends."""
-        placement = self.books.placement
+        placement = self.protection.placement
         if placement is None:
             return True
         return (
             slot not in placement.owner
             and not placement.mirrors_at(slot)
-            and all(p.source != slot for p in self.books.missing.values())
+            and all(p.source != slot for p in self.protection.missing.values())
         )
 
     def left_at(self, slot: Slot) -> int:
         """Return partitions and mirrors that are still there."""
-        placement = self.books.placement
+        placement = self.protection.placement
         return 0 if placement is None else len(placement.owned_by(slot)) + len(placement.mirrors_at(slot))
 
 
 class PartitionPart:
     """Is the base of what changes :class:`Protection`."""
 
-    __slots__ = ("books", "checkpoints", "facts", "job", "members", "shards")
+    __slots__ = ("checkpoints", "job", "members", "protection", "reader", "shards")
 
-    def __init__(self, facts: PartitionFacts) -> None:
-        self.facts, self.books, self.checkpoints = facts, facts.books, facts.checkpoints
-        self.job, self.members, self.shards = facts.job, facts.members, facts.shards
+    def __init__(self, reader: PartitionReader) -> None:
+        self.reader, self.protection, self.checkpoints = reader, reader.protection, reader.checkpoints
+        self.job, self.members, self.shards = reader.job, reader.members, reader.shards

@@ -33,12 +33,12 @@ from everstep.ids import Incarnation, LeaseNo, NodeId, ShardKey, Slot
 from everstep.model.member import Role
 from everstep.model.shard import ShardSchedule, ShardState, shard_key, split_key
 from everstep.model.snapshot import Manifest
-from everstep.monitor.loops import LoopFacts
-from everstep.monitor.steps import StepFacts
+from everstep.monitor.loops import LoopFold
+from everstep.monitor.steps import StepFold
 from everstep.storage.journal import SQL_ERRORS, check_version, sound_row
 
 
-class JobFacts:
+class JournalFold:
     """Holds what the journal says of a job. ``resumed``: shards that were done before this job went on from a
     checkpoint. ``steps``: mode allreduce; ``groups``: who may push under the lease of a generation there. ``loops``:
     what the loops of the script asked for. ``ps_on``: where each life of a ps ran; ``lost_with``: those that were
@@ -49,16 +49,16 @@ class JobFacts:
         self.brain = Brain()
         self.grants: dict[LeaseNo, set[tuple[ShardKey, Slot, Incarnation]]] = {}
         self.resumed: set[ShardKey] = set()
-        self.loops = LoopFacts()
+        self.loops = LoopFold()
         self.manifests: dict[int, Manifest] = {}
-        self.steps = StepFacts(self.loops)
+        self.steps = StepFold(self.loops)
         self.groups: dict[LeaseNo, set[tuple[Slot, Incarnation]]] = {}
         self.ps_on: dict[tuple[Slot, Incarnation], NodeId] = {}
         self.lost_with: dict[NodeId, set[tuple[Slot, Incarnation]]] = {}
         self._said: set[ShardKey] = set()
 
     def __repr__(self) -> str:
-        return f"<facts {len(self.plans)} plans, {len(self.grants)} leases, {len(self._said)} shards done>"
+        return f"<journal fold {len(self.plans)} plans, {len(self.grants)} leases, {len(self._said)} shards done>"
 
     def take(self, event: Event) -> None:
         """Add one event to the facts."""
@@ -180,7 +180,7 @@ class JournalReader:
     """Reads a journal (``storage/journal.py``) without changing it, also while a master writes it."""
 
     def __init__(self, path: Path) -> None:
-        self.facts = JobFacts()
+        self.fold = JournalFold()
         self._path = path
         self._seq = 0
         try:
@@ -202,7 +202,7 @@ class JournalReader:
             query = "SELECT seq, event, digest FROM events WHERE seq > ? ORDER BY seq"
             for seq, raw, digest in self._db.execute(query, (self._seq,)):
                 sound_row(self._path, self._seq, seq, raw, digest)
-                self.facts.take(decode_event(raw))
+                self.fold.take(decode_event(raw))
                 self._seq = seq
         except (*SQL_ERRORS, msgspec.MsgspecError) as error:
             raise PlatformError(f"cannot read {self._path} after event {self._seq}: {error}") from error

@@ -20,24 +20,24 @@ from everstep.model.member import Role
 from everstep.model.reasons import LeaveReason
 
 
-class GroupFacts:
+class GroupReader:
     """Reads :class:`Groups`, for all that change it and for displays."""
 
-    __slots__ = ("_leaving", "_protection", "books", "checkpoints", "duty", "job", "members", "shards")
+    __slots__ = ("_leaving", "_protection", "checkpoints", "duty", "group_state", "job", "members", "shards")
 
     def __init__(
         self,
         job: JobState,
         members: Members,
         shards: Shards,
-        books: Groups,
+        groups: Groups,
         duty: Duty,
         checkpoints: Checkpoints,
         protection: Protection,
     ) -> None:
-        self.job, self.members, self.shards, self.books, self.duty = job, members, shards, books, duty
+        self.job, self.members, self.shards, self.group_state, self.duty = job, members, shards, groups, duty
         self.checkpoints, self._protection = checkpoints, protection
-        self._leaving: dict[tuple[Slot, Incarnation], Leaver] | None = None  # of the books, by process; None: changed
+        self._leaving: dict[tuple[Slot, Incarnation], Leaver] | None = None  # by process; None: changed
 
     @property
     def start(self) -> tuple[Mark, int]:
@@ -64,8 +64,8 @@ class GroupFacts:
     @property
     def at_rest(self) -> bool:
         """Whether nobody trains that was to rest: every member is in a group on hold. (Or nobody is left who could.)"""
-        group = self.books.group
-        return not self.rests or group is None or (bool(group.hold) and self.books.confirmed >= group.generation)
+        group = self.group_state.group
+        return not self.rests or group is None or (bool(group.hold) and self.group_state.confirmed >= group.generation)
 
     @property
     def void(self) -> bool:
@@ -78,12 +78,12 @@ class GroupFacts:
 
     def ask_of(self, record: SlotRecord) -> Asker | None:
         """Return what this process asked; None: nothing, or a process before it in its slot did."""
-        ask = self.books.asked.get(record.member.slot)
+        ask = self.group_state.asked.get(record.member.slot)
         return ask if ask is not None and ask.incarnation == record.member.incarnation else None
 
     def member(self, record: SlotRecord) -> bool:
         """Return whether this process is in the group published last."""
-        group, m = self.books.group, record.member
+        group, m = self.group_state.group, record.member
         return m.role is Role.WORKER and group is not None and group.rank(m.slot, m.incarnation) >= 0
 
     def trains(self, record: SlotRecord) -> bool:
@@ -91,7 +91,7 @@ class GroupFacts:
         m = record.member
         if m.role is not Role.WORKER or (self.leaver(record) is None and not self.member(record)):
             return False
-        return [m.slot, m.incarnation] not in self.books.dismissed
+        return [m.slot, m.incarnation] not in self.group_state.dismissed
 
     def leaver(self, record: SlotRecord) -> Leaver | None:
         """Return what is noted of this process while it is on its way out of the group."""
@@ -100,25 +100,25 @@ class GroupFacts:
     def leaving_now(self) -> dict[tuple[Slot, Incarnation], Leaver]:
         """Asked for every member after most events: a search each time would cost the square of their number."""
         if self._leaving is None:
-            self._leaving = {(x.slot, x.incarnation): x for x in self.books.leavers}
+            self._leaving = {(x.slot, x.incarnation): x for x in self.group_state.leavers}
         return self._leaving
 
     def set_leavers(self, leavers: list[Leaver]) -> None:
-        self.books.leavers, self._leaving = leavers, None
+        self.group_state.leavers, self._leaving = leavers, None
 
     def left_to_wait(self, record: SlotRecord) -> bool:
         """Whether this process is on its way out of the group into one that is on hold: no step will say that all the
         others have changed over. (Who asks is in no group that works, or has a new master.)"""
-        group = self.books.group
+        group = self.group_state.group
         return self.leaver(record) is not None and group is not None and bool(group.hold)
 
     def holds(self, m: GroupMember) -> bool:
         """Whether this member lives, and has the state that the journal tells of (see the top of this file)."""
-        books = self.books
-        life, generation = books.entered.get(m.slot, (Incarnation(0), 0))
+        groups = self.group_state
+        life, generation = groups.entered.get(m.slot, (Incarnation(0), 0))
         if life != m.incarnation or self.living(m.slot, m.incarnation) is None or self._is_cut_off(m):
             return False
-        return generation == books.origin or generation <= books.confirmed
+        return generation == groups.origin or generation <= groups.confirmed
 
     def _is_cut_off(self, m: GroupMember) -> bool:
         """Whether it came back from its way out, and all are lost that could tell what it has missed."""
@@ -127,8 +127,11 @@ class GroupFacts:
 
     def returned(self, m: GroupMember) -> Returned | None:
         """What is noted of a member that came back from its way out, until a generation since then is confirmed."""
-        for back in self.books.returned:
-            if (back.slot, back.incarnation) == (m.slot, m.incarnation) and back.generation > self.books.confirmed:
+        for back in self.group_state.returned:
+            if (back.slot, back.incarnation) == (
+                m.slot,
+                m.incarnation,
+            ) and back.generation > self.group_state.confirmed:
                 return back
         return None
 
@@ -139,10 +142,10 @@ class GroupFacts:
     def _leads_on(self, members: tuple[GroupMember, ...]) -> bool:
         """Return whether nobody is beyond the state of one on its way out by steps that nobody left can tell of: those
         who only copied theirs may be, where all of them came after it had left."""
-        entered = self.books.entered
+        entered = self.group_state.entered
         staying = [m.slot for m in members if self.living(m.slot, m.incarnation) is not None]
         first = min((entered[slot][1] for slot in staying if slot in entered), default=0)
-        return any(self.holds(x.member) and first <= x.generation for x in self.books.leavers)
+        return any(self.holds(x.member) and first <= x.generation for x in self.group_state.leavers)
 
     def joining(self) -> tuple[GroupMember, ...]:
         """Return living workers that asked and are not in the group, by slot."""
@@ -150,13 +153,13 @@ class GroupFacts:
 
     def last_ones_leave(self) -> bool:
         """Whether everybody who has the state was asked to go, before the data is done."""
-        group = self.books.group
+        group = self.group_state.group
         holders = [m for m in group.members if self.holds(m)] if group is not None else []
         return bool(holders) and all(map(self.leaves, holders)) and not self.data_done()
 
     def view(self) -> Group | None:
         """Return the group published last, with who is joining now; None: nobody of it is left."""
-        group = self.books.group
+        group = self.group_state.group
         if group is None or self.void or not self.goes_on(group.members):
             return None
         over = self.data_done() and any(map(self.has_the_end, group.members))
@@ -164,7 +167,7 @@ class GroupFacts:
 
     def words(self, record: SlotRecord) -> str:
         """Return what a worker is in the group, for displays: ``rank 2``, ``joining``, ``leaving``; "" if nothing."""
-        group, m = self.books.group, record.member
+        group, m = self.group_state.group, record.member
         rank = group.rank(m.slot, m.incarnation) if group is not None else -1
         if not record.running or m.role is not Role.WORKER:
             return ""
@@ -179,19 +182,21 @@ class GroupFacts:
     def data_done(self) -> bool:
         """Return whether every epoch that was asked for is committed."""
         datasets = [d for d in self.shards.datasets if d.epochs_known]
-        return bool(datasets) and all(self.books.cursors.get(d.number, (0, 0))[0] >= d.epochs_known for d in datasets)
+        return bool(datasets) and all(
+            self.group_state.cursors.get(d.number, (0, 0))[0] >= d.epochs_known for d in datasets
+        )
 
     def newcomers(self, synced: bool, members: bool = False) -> list[GroupMember]:
         """Return living workers that asked and do not want to leave. ``synced``: only those that have followed the
         group; ``members``: also those in the group."""
         out: list[GroupMember] = []
-        group = self.books.group
+        group = self.group_state.group
         inside = {(m.slot, m.incarnation) for m in group.members} if group is not None and not members else set()
-        for slot, ask in sorted(self.books.asked.items()):
+        for slot, ask in sorted(self.group_state.asked.items()):
             record = self.living(slot, ask.incarnation)
             if record is None or record.stopping or ask.leaving or ask.over or (slot, ask.incarnation) in inside:
                 continue
-            if not synced or (ask.synced and ask.synced >= self.books.origin):
+            if not synced or (ask.synced and ask.synced >= self.group_state.origin):
                 out.append(self._as_member(record, ask))
         return out
 
@@ -200,15 +205,15 @@ class GroupFacts:
         return GroupMember(m.slot, m.incarnation, m.node, ask.address)
 
     def grouped(self, dataset: int) -> Reply:
-        return Reply(Grouped(self.view(), self.books.cursor(dataset)))
+        return Reply(Grouped(self.view(), self.group_state.cursor(dataset)))
 
     def steps_on(self) -> bool:
         """Return whether members have surely committed more than was told, which is so while they train: they tell it
         every 50 ms, and take less for most steps."""
-        books = self.books
-        group = books.group
+        groups = self.group_state
+        group = groups.group
         trains = group is not None and bool(group.members) and not group.hold and not self.data_done()
-        return trains and books.confirmed >= books.origin
+        return trains and groups.confirmed >= groups.origin
 
     def said_done(self, record: SlotRecord) -> bool:
         """Return whether this process told that its script came to its end, with all data trained."""
@@ -217,10 +222,10 @@ class GroupFacts:
 
     def end_is_lost(self) -> bool:
         """Whether all data was trained, and nobody is left who has, or copied, the state of then."""
-        group, living = self.books.group, self.living
+        group, living = self.group_state.group, self.living
         if group is None or self.void or not self.data_done() or self.goes_on(group.members):
             return False
-        return not any(living(slot, life) is not None for slot, life in self.books.passed.items())
+        return not any(living(slot, life) is not None for slot, life in self.group_state.passed.items())
 
     def has_ended(self, record: SlotRecord) -> bool:
         """Return whether this process told that its script came to its end."""
@@ -229,7 +234,7 @@ class GroupFacts:
 
     def has_state(self, record: SlotRecord) -> bool:
         """Return whether this process has the state of all committed steps for certain."""
-        group, m = self.books.group, record.member
+        group, m = self.group_state.group, record.member
         life = (m.slot, m.incarnation)
         known = [group.members[rank]] if group is not None and (rank := group.rank(*life)) >= 0 else []
         if (leaver := self.leaving_now().get(life)) is not None:
@@ -242,12 +247,12 @@ class GroupFacts:
         return self.said_done(record) or (self.data_done() and self.member(record) and self.trains(record))
 
     def lose(self, lives: Iterable[tuple[Slot, Incarnation]]) -> None:
-        books = self.books
-        known = {(g.slot, g.incarnation) for g in books.gone}
+        groups = self.group_state
+        known = {(g.slot, g.incarnation) for g in groups.gone}
         for slot, incarnation in lives:
             if (slot, incarnation) not in known:
                 known.add((slot, incarnation))
-                books.gone.append(LostMember(slot, incarnation, books.generations + 1))
+                groups.gone.append(LostMember(slot, incarnation, groups.generations + 1))
 
     def all_over(self, members: tuple[GroupMember, ...]) -> bool:
         """Whether the last step is committed, and nobody can miss those of the group that are not there any more."""
@@ -259,7 +264,7 @@ class GroupFacts:
         return record is not None and record.member.incarnation == m.incarnation and (record.running or record.finished)
 
     def leaves(self, m: GroupMember) -> bool:
-        record, ask = self.living(m.slot, m.incarnation), self.books.asked.get(m.slot)
+        record, ask = self.living(m.slot, m.incarnation), self.group_state.asked.get(m.slot)
         leaving = ask is not None and ask.incarnation == m.incarnation and bool(ask.leaving)
         return record is None or record.stopping or (leaving and not self.has_the_end(m))
 
@@ -272,10 +277,10 @@ class GroupFacts:
 
     def samples(self) -> int:
         """Return the samples of one whole step of the group published last; 0: there is none."""
-        group, spec = self.books.group, self.job.spec
+        group, spec = self.group_state.group, self.job.spec
         if group is None:
             return 0
-        ask = self.books.asked
+        ask = self.group_state.asked
         batch = max((a.batch_samples for a in ask.values()), default=1)
         return batch * (spec.logical_workers or (group.size if spec.strategy == "elastic" else spec.workers))
 
@@ -287,8 +292,8 @@ class GroupFacts:
 class GroupPart:
     """Is the base of what changes :class:`Groups`."""
 
-    __slots__ = ("books", "duty", "facts", "job", "members", "shards")
+    __slots__ = ("duty", "group_state", "job", "members", "reader", "shards")
 
-    def __init__(self, facts: GroupFacts) -> None:
-        self.facts, self.books, self.job = facts, facts.books, facts.job
-        self.members, self.shards, self.duty = facts.members, facts.shards, facts.duty
+    def __init__(self, reader: GroupReader) -> None:
+        self.reader, self.group_state, self.job = reader, reader.group_state, reader.job
+        self.members, self.shards, self.duty = reader.members, reader.shards, reader.duty
