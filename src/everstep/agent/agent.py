@@ -510,7 +510,7 @@ class Agent:
     # ------------------------------------------------------------ the template
 
     def _start_template(self) -> None:
-        if self._leaving:
+        if self._leaving or (self.spec.master_alone and not self.worker_places):
             return
         self._template_started_at = time.monotonic()
         self._template = template = WarmTemplate(self.run_dir, self._script, self.spec.preload)

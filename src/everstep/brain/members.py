@@ -17,7 +17,8 @@ class Node(msgspec.Struct):
     """Is a machine with an agent. ``brought``: worker slots that this node added to the job when it joined.
     ``quiet_since``: when one of its processes was declared lost for its silence; until its agent has said anything the
     whole node may be cut off, and nobody is started there. 0.0: it is heard. ``machine``: that it stands on, "": one of
-    its own. ``zone``: "": nobody said. ``since``: when it joined, or came back."""
+    its own. ``zone``: "": nobody said. ``since``: when it joined, or came back. ``counted``: no places are
+    none (else the home node takes any number)."""
 
     node: NodeId
     host: str
@@ -31,6 +32,12 @@ class Node(msgspec.Struct):
     machine: str = ""
     zone: str = ""
     since: float = 0.0
+    counted: bool = False
+
+    def takes(self, role: Role) -> bool:
+        """Return whether processes of this role may run here at all."""
+        places = self.worker_places if role is Role.WORKER else self.ps_places
+        return places > 0 or (not self.counted and (role is Role.WORKER or self.node == HOME_NODE))
 
 
 class SlotRecord(msgspec.Struct):
@@ -170,6 +177,8 @@ class Members(msgspec.Struct, dict=True):
         known = self.nodes.get(node)
         if known is None or not known.alive or known.draining:
             return False
+        if not known.takes(Role.WORKER):
+            return False
         return known.worker_places == 0 or self.index.used.get(node, 0) < known.worker_places
 
     def emptiest(self) -> NodeId | None:
@@ -196,7 +205,7 @@ class Members(msgspec.Struct, dict=True):
         places = {
             n.node: n.worker_places if role is Role.WORKER else n.ps_places
             for n in self.nodes.values()
-            if n.alive and not n.draining
+            if n.alive and not n.draining and (n.takes(role) or not n.counted)
         }
         used = dict.fromkeys(places, 0)
         if any(places.values()):  # (else nobody asks: 1,000 members of one node would be counted each time)

@@ -48,29 +48,34 @@ def join_job(
     life: int = 0,
     ps: int | None = None,
     machine: str = "",
+    host: str = "",
+    join_s: float = JOIN_S,
 ) -> int:
     """Run this machine's agent until the job ends or the agent is stopped; return the exit code. ``notices``: as in
     ``--notices``; None: as the job says. ``zone``, ``market``: of this machine, "": not said. ``life``: so many
     machines of this name came before. ``ps``: that this node takes, None: see
     ``ps_offered``. ``machine``: as which
-    this one counts, "": found out."""
+    this one counts, "": found out. ``host``: address of this node, "": on the way to the master. ``join_s``: so long
+    the master may not be there yet."""
     from everstep.cli.link import ask_address, connect_agent, own_host, write_remote_master
 
-    if not 1 <= workers <= PLACES_MAX:
+    if not (0 if ps else 1) <= workers <= PLACES_MAX:
         raise ConfigError(f"--workers {workers}: must be from 1 to {PLACES_MAX:,}")
     sources_of(notices or "")
     if ps is not None and not 0 <= ps <= PLACES_MAX:
         raise ConfigError(f"--ps {ps}: must be from 0 to {PLACES_MAX:,}")
     check_zone(zone, f"--zone {zone!r}")
     check_zone(machine, f"--machine {machine!r}")
-    host, port = parse_host_port(master)
+    master_host, port = parse_host_port(master)
     secret = load_secret(secret_file)
-    address = Address(NodeId("node0"), "", host, port)
+    address = Address(NodeId("node0"), "", master_host, port)
     name = NodeId(node or f"{socket.gethostname()}-{secrets.token_hex(2)}")
-    report = ask_address(address, secret, GetSpec(), timeout_s=JOIN_S)
+    report = ask_address(address, secret, GetSpec(), timeout_s=join_s)
     if not isinstance(report, SpecReport):
         raise PlatformError(f"the master at {master} did not tell its job: {report}")
     spec = report.spec
+    if not workers and not spec.master_alone:
+        raise ConfigError("--workers 0: a node without workers needs a job with master_alone: true")
     check_script(spec.script)
     here = run_dir or new_run_dir(f"{spec.name}-{name}")
     with RunDirLock.take(here):
@@ -101,7 +106,7 @@ def join_job(
                 lambda a: connect_agent(a, lambda: address, secret),
                 _say,
                 keeps_master=False,
-                host=own_host(host, port),
+                host=host or own_host(master_host, port),
                 worker_places=workers,
                 ps_places=ps_offered(spec, market) if ps is None else ps,
                 hardware=hardware,

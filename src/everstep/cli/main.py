@@ -513,6 +513,49 @@ def agent(
     raise SystemExit(join_job(master, secret_file, workers, run_dir, node, *of))
 
 
+@cli.group()
+def crd() -> None:
+    """The kinds ElasticJob, ScaleOut and ScaleIn of Kubernetes."""
+
+
+@crd.command("print")
+def crd_print() -> None:
+    """Print their definitions, for kubectl apply -f -."""
+    from everstep.platforms.kubernetes.crds import printed
+
+    click.echo(printed(), nl=False)
+
+
+@cli.group(hidden=True)
+def pod() -> None:
+    """Runs a part of a job in a pod. The operator of Kubernetes writes these words into pods."""
+
+
+@pod.command("master")
+@click.option("--run-dir", type=click.Path(path_type=Path), required=True, help="On the job's volume.")
+@click.option("--host", required=True, help="Address of the pod.")
+def pod_master(run_dir: Path, host: str) -> None:
+    """Run the job's master, or let it go on."""
+    from everstep.cli.pod import pod_master as run_master
+
+    raise SystemExit(run_master(run_dir, host, os.environ))
+
+
+@pod.command("agent")
+@click.option("--join", "master", required=True, metavar="HOST:PORT", help="Of the job's master.")
+@click.option("--role", type=click.Choice(["worker", "ps"]), required=True, help="What the pod takes: one of these.")
+@click.option("--run-dir", type=click.Path(path_type=Path), required=True, help="A folder of the pod's own.")
+@click.option("--node", required=True, help="Name of the pod.")
+@click.option("--host", required=True, help="Address of the pod.")
+@click.option("--machine", default="", help="Node of the cluster that the pod is on.")
+@click.option("--market", type=click.Choice(["on_demand", "spot"]), help="Of that node (default: not said).")
+def pod_agent(master: str, role: str, run_dir: Path, node: str, host: str, machine: str, market: str | None) -> None:
+    """Run an agent with one worker or one ps."""
+    from everstep.cli.pod import pod_agent as run_agent
+
+    raise SystemExit(run_agent(master, role, run_dir, node, host, machine, market or "", os.environ))
+
+
 def need_run_dir(run_dir: Path) -> None:
     """Raises ConfigError unless it is the run directory of a job, of this version."""
     from everstep.cli.rundirs import open_run_dir

@@ -218,6 +218,8 @@ def check_spec(spec: JobSpec, origins: Mapping[str, str] | None = None) -> None:
     _check_supervision(spec, at)
     if spec.metrics:
         parse_host_port(spec.metrics, f"metrics = {spec.metrics!r}{at['metrics']}")
+    if spec.master_alone and not spec.bind:
+        raise ConfigError(f"master_alone{at['master_alone']}: nobody else could take a worker; give bind HOST:PORT")
     if spec.bind:
         parse_host_port(spec.bind, f"bind = {spec.bind!r}{at['bind']}")
 

@@ -43,6 +43,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     run_dir: str = ""  # empty: runs/NAME-DATE-TIME under the current directory
     partitions: int = 64  # unit of placement and recovery; fixed for the life of the job (design: 64 to 256)
     bind: str = ""  # HOST:PORT of the master for other nodes; empty: this machine only, over Unix sockets
+    master_alone: bool = False  # the first node has the master only; other nodes are places, and bring no workers along
     files_port: int = 0  # with bind: where other nodes' processes leave checkpoints and logs; 0: any free port
     notices: str = ""  # who is asked whether a node goes away: aws, gcp, azure, alibaba, file:PATH, command:WORDS
     capacity: str = ""  # where further machines come from: trace:FILE, command:WORDS; empty: who joins by hand

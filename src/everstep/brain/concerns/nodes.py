@@ -61,15 +61,15 @@ class NodeConcern(Concern):
         out: Out = [OK]
         if node is None:
             node = Node(e.node, e.host, e.worker_places, e.ps_places)
-            node.returns, node.since = e.returns, told.at
-            if e.node != HOME_NODE and e.worker_places > 0 and not job.over:
+            node.returns, node.since, node.counted = e.returns, told.at, job.spec.master_alone
+            if e.node != HOME_NODE and e.worker_places > 0 and not job.over and not node.counted:
                 most = job.spec.max_workers
                 room = max(0, most - job.workers_wanted) if most else e.worker_places
                 node.brought = min(e.worker_places, room)
                 for slot in range(job.workers_wanted, job.workers_wanted + node.brought):
                     members.homes[Slot(slot)] = e.node
                 job.workers_wanted += node.brought
-            places = e.worker_places if e.worker_places else "any number of"
+            places = e.worker_places if e.worker_places or node.counted else "any number of"
             words = f"it has {places} places for workers"
             words += f", {e.ps_places if e.ps_places < PLACES_MAX else 'any number of'} for ps" if e.ps_places else ""
             out.append(Note(e.node, Decision("node joined", words, {"host": e.host})))

@@ -8,7 +8,7 @@ from everstep.brain.brain_state import State
 from everstep.brain.checkpoints import has_checkpoints
 from everstep.config.parity import ParityCode, parse_code
 from everstep.ids import Incarnation, PartitionId, Slot
-from everstep.model.member import Member
+from everstep.model.member import Member, Role
 from everstep.model.placement import MirrorKind, PsPlace
 from everstep.policies.domains import Limit, PsSite, at_home, limits_of
 from everstep.policies.moves import under_way
@@ -51,7 +51,7 @@ class PartitionReader:
 
     def ps_at_home(self) -> int:
         """Return how many ps the master's machine gets before others get any."""
-        offers = [n for n in self.members.nodes.values() if n.node == HOME_NODE or n.ps_places > 0]
+        offers = [n for n in self.members.nodes.values() if n.takes(Role.PS)]
         machines = {self.members.machine_of(n.node) for n in offers if n.alive and not n.draining}
         return at_home(self.code, len(machines))
 

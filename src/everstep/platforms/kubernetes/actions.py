@@ -1,0 +1,118 @@
+"""Has what reconciling a job asks for, and what it is told: structs without logic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+
+import msgspec
+
+from everstep.platforms.kubernetes.kinds import Kind, Object, Place
+
+
+class Create(msgspec.Struct, frozen=True):
+    """Create an object. One of that name that is there already is as good."""
+
+    kind: Kind
+    body: Object
+
+
+class MakeSecret(msgspec.Struct, frozen=True):
+    """Create the job's Secret, with a fresh secret in it."""
+
+
+class Delete(msgspec.Struct, frozen=True):
+    """Delete the very object with this uid. ``grace_s`` None: as the object says."""
+
+    kind: Kind
+    name: str
+    uid: str
+    grace_s: int | None = None
+
+
+class SetReplicas(msgspec.Struct, frozen=True):
+    """Write the number of pods that a job wants, unless the job has changed meanwhile."""
+
+    place: Place
+    count: int
+    version: str
+
+
+class SetSuspend(msgspec.Struct, frozen=True):
+    """Write that the job is to be suspended, unless it has changed meanwhile."""
+
+    version: str
+
+
+class SetRequest(msgspec.Struct, frozen=True):
+    """Write the status of a request to scale, unless it has changed meanwhile."""
+
+    kind: Kind
+    name: str
+    version: str
+    status: Object
+
+
+class TellSize(msgspec.Struct, frozen=True):
+    """Tell the job's master how many workers and ps are wanted. 0: as before."""
+
+    workers: int
+    ps: int
+
+
+class AskSuspend(msgspec.Struct, frozen=True):
+    """Ask the job's master to make its state safe and end."""
+
+
+Action = Create | MakeSecret | Delete | SetReplicas | SetSuspend | SetRequest | TellSize | AskSuspend
+
+
+class Refusal(StrEnum):
+    """Says why the API server refused to create something."""
+
+    QUOTA = "QuotaExceeded"
+    FORBIDDEN = "Forbidden"
+    TERMINATING = "NamespaceTerminating"
+    INVALID = "TemplateInvalid"
+
+
+class CreateRefused(msgspec.Struct, frozen=True):
+    """Is the last refusal to create a pod of this job."""
+
+    why: Refusal
+    message: str
+
+
+class MasterReport(msgspec.Struct, frozen=True):
+    """Is what a job's master says. ``workers``, ``ps``: wanted by it; ``members``: how many run in each pod."""
+
+    workers: int
+    ps: int
+    members: Mapping[str, int] = {}
+    step: int = 0
+    samples: int = 0
+    percent: int = 0
+    waiting: bool = False
+    over: bool = False
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """Is all that one look at a job takes into account. ``nodes`` None: the operator may not read nodes."""
+
+    job: Object
+    now_s: float
+    pods: tuple[Object, ...] = ()
+    others: frozenset[tuple[Kind, str]] = frozenset()
+    requests: tuple[Object, ...] = ()
+    nodes: Mapping[str, Object] | None = None
+    report: MasterReport | None = None
+    refused: CreateRefused | None = None
+
+
+class JobPlan(msgspec.Struct, frozen=True):
+    """Says what to do. ``status``: to be written first, and if that is refused, nothing else is done; None: nothing has
+    changed. ``again_s``: look again after so long, whatever happens."""
+
+    status: Object | None = None
+    actions: tuple[Action, ...] = ()
+    again_s: float | None = None

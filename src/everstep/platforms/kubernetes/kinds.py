@@ -1,0 +1,109 @@
+"""Names that everything about Kubernetes shares: the API group, kinds, labels, roles, states."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any, Final
+
+GROUP: Final = "everstep.io"
+VERSION: Final = "v1alpha1"
+API_VERSION: Final = f"{GROUP}/{VERSION}"
+MANAGER: Final = "everstep-operator"
+"""Field manager of all that the operator applies."""
+
+JOB_LABEL: Final = f"{GROUP}/job"
+ROLE_LABEL: Final = f"{GROUP}/role"
+SLOT_LABEL: Final = f"{GROUP}/slot"
+CONTAINER: Final = "main"
+"""The container of a pod that runs everstep."""
+MASTER_PORT: Final = 7071
+FILES_PORT: Final = 7072
+
+Object = dict[str, Any]
+"""An object as the API server gives it."""
+
+
+class Kind(StrEnum):
+    """Is a kind of object that the operator reads or writes."""
+
+    JOB = "ElasticJob"
+    SCALE_OUT = "ScaleOut"
+    SCALE_IN = "ScaleIn"
+    POD = "Pod"
+    NODE = "Node"
+    SERVICE = "Service"
+    SECRET = "Secret"
+    VOLUME_CLAIM = "PersistentVolumeClaim"
+    BUDGET = "PodDisruptionBudget"
+    LEASE = "Lease"
+    EVENT = "Event"
+
+
+class Place(StrEnum):
+    """Says what a pod is for."""
+
+    MASTER = "master"
+    PS = "ps"
+    WORKER = "worker"
+
+
+class JobPhase(StrEnum):
+    """Says where a job stands."""
+
+    PENDING = "Pending"
+    WAITING = "Waiting"
+    RUNNING = "Running"
+    SCALING = "Scaling"
+    RECOVERING = "Recovering"
+    SUSPENDING = "Suspending"
+    SUSPENDED = "Suspended"
+    SUCCEEDED = "Succeeded"
+    FAILED = "Failed"
+
+
+OVER: Final = (JobPhase.SUCCEEDED, JobPhase.FAILED)
+
+
+class RequestPhase(StrEnum):
+    """Says where a ScaleOut or ScaleIn stands."""
+
+    PENDING = "Pending"
+    SCALING = "Scaling"
+    SUCCEEDED = "Succeeded"
+    FAILED = "Failed"
+
+
+class Condition(StrEnum):
+    """Is a condition of a job."""
+
+    READY = "Ready"
+    RECLAIM_NOTICE = "ReclaimNotice"
+    SUSPENDING = "Suspending"
+    SUSPENDED = "Suspended"
+    QUOTA_EXCEEDED = "QuotaExceeded"
+    FORBIDDEN = "Forbidden"
+    INVALID_SPEC = "InvalidSpec"
+    TEMPLATE_INVALID = "TemplateInvalid"
+    COMPLETE = "Complete"
+    FAILED = "Failed"
+
+
+def name_of(thing: Object) -> str:
+    """Return an object's name."""
+    return str(thing["metadata"]["name"])
+
+
+def uid_of(thing: Object) -> str:
+    """Return an object's uid; "" if it has none yet."""
+    return str(thing["metadata"].get("uid", ""))
+
+
+def owner_uid(thing: Object) -> str:
+    """Return the uid of the object that controls this one; "": none does."""
+    owners = thing["metadata"].get("ownerReferences") or ()
+    return next((str(o.get("uid", "")) for o in owners if o.get("controller")), "")
+
+
+def is_leaving(thing: Object) -> bool:
+    """Return whether an object is being deleted."""
+    return bool(thing["metadata"].get("deletionTimestamp"))

@@ -1,0 +1,432 @@
+"""What the operator decides: stories of one job, and whatever happens in any order."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kube_world import START_S, Stale, World, job
+
+from everstep.platforms.kubernetes.actions import Create, CreateRefused, Refusal, SetSuspend
+from everstep.platforms.kubernetes.kinds import API_VERSION, Condition, JobPhase, Kind, Object, name_of
+from everstep.platforms.kubernetes.pods import stamp_of
+
+
+def phase(world: World) -> str:
+    return str(world.job["status"]["phase"])
+
+
+def holds(world: World, condition: Condition) -> bool:
+    found = {c["type"]: c["status"] for c in world.job["status"].get("conditions", [])}
+    return found.get(condition.value) == "True"
+
+
+def reason(world: World, condition: Condition) -> str:
+    return str({c["type"]: c["reason"] for c in world.job["status"]["conditions"]}[condition.value])
+
+
+def running(**spec: object) -> World:
+    world = World(job(**spec))
+    world.settle(4)
+    assert world.there() == world.wanted()
+    world.master_works = True
+    return world
+
+
+def request(world: World, kind: str, name: str = "more", **spec: object) -> Object:
+    meta = {"name": name, "namespace": "team", "uid": f"uid-{name}", "resourceVersion": "1"}
+    meta["creationTimestamp"] = stamp_of(world.now_s)
+    body = {"jobName": "dlrm", "role": "worker", "timeoutSeconds": 100_000, "ttlSecondsAfterFinished": 86_400, **spec}
+    world.requests[name] = {"apiVersion": API_VERSION, "kind": kind, "metadata": meta, "spec": body}
+    return world.requests[name]
+
+
+def test_a_job_gets_its_pods_and_what_they_need() -> None:
+    world = running()
+    kinds = sorted(kind.value for kind, _ in world.others)
+    assert kinds == ["PersistentVolumeClaim", *["PodDisruptionBudget"] * 2, "Secret", "Service"]
+    assert sorted(world.pods) == [
+        "dlrm-master-0-1",
+        "dlrm-ps-0-2",
+        "dlrm-ps-1-3",
+        "dlrm-worker-0-4",
+        "dlrm-worker-1-5",
+        "dlrm-worker-2-6",
+    ]
+    assert phase(world) == JobPhase.RUNNING and holds(world, Condition.READY)
+    status = world.job["status"]["worker"]
+    assert (status["desired"], status["ready"], status["selector"]) == (
+        3,
+        3,
+        "everstep.io/job=dlrm,everstep.io/role=worker",
+    )
+
+
+def test_when_nothing_changes_nothing_is_written() -> None:
+    world = running()
+    world.settle(2)
+    world.deliver(100)
+    _, plan = world.look()
+    assert plan.status is None and plan.actions == ()
+
+
+def test_a_pod_that_vanishes_is_replaced_under_another_name() -> None:
+    world = running()
+    world.remove("dlrm-worker-1-5")
+    world.settle(2)
+    assert "dlrm-worker-1-7" in world.pods and world.there() == world.wanted()
+    assert world.job["status"]["worker"]["restarts"] == 0
+
+
+def test_a_pod_that_vanishes_before_it_was_listed_is_not_made_again_under_its_name() -> None:
+    world = World(job())
+    world.work()
+    for name in list(world.pods):
+        world.remove(name)
+    world.settle(3)
+    assert world.there() == world.wanted() and len(world.ever) == 12
+
+
+def test_an_operator_that_is_killed_between_reserving_and_creating_uses_no_name_twice() -> None:
+    for most in range(12):
+        world = World(job())
+        world.work(most)
+        world.restart_operator()
+        world.settle(3)
+        assert world.there() == world.wanted()
+
+
+def test_an_operator_with_an_old_view_of_the_job_makes_nothing() -> None:
+    world = World(job())
+    old, plan = world.look()
+    world.work()
+    assert plan.status is not None
+    with pytest.raises(Stale):
+        world.write_status(old, plan.status)
+
+
+def test_failures_are_counted_once_and_limited() -> None:
+    world = running(worker={"restartLimit": 2})
+    for times in (1, 2):
+        name = name_of(world.of("worker")[0])
+        world.end(name, 9)
+        for _ in range(3):
+            world.deliver(100)
+            world.work()
+        assert world.job["status"]["worker"]["restarts"] == times
+        assert name in world.pods, "it keeps its slot for a while"
+        world.settle(3)
+        assert name not in world.pods and world.there() == world.wanted()
+    world.end(name_of(world.of("worker")[0]), 9)
+    world.settle(3)
+    assert phase(world) == JobPhase.FAILED and reason(world, Condition.FAILED) == "RestartLimit"
+    assert world.there() == {"master": 0, "ps": 0, "worker": 0}
+
+
+def test_what_the_cluster_takes_is_not_counted() -> None:
+    world = running(worker={"restartLimit": 0})
+    for code in (137, 143):
+        world.end(name_of(world.of("worker")[0]), code)
+        world.settle(3)
+    assert phase(world) == JobPhase.RUNNING and world.job["status"]["worker"]["restarts"] == 0
+    world.end(name_of(world.of("worker")[0]), 137, "OOMKilled")
+    world.settle(3)
+    assert phase(world) == JobPhase.FAILED, "too little memory is no matter of the cluster"
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 4])
+def test_the_master_says_how_the_job_ended(code: int) -> None:
+    world = running()
+    world.end("dlrm-master-0-1", code)
+    world.settle(3)
+    assert phase(world) == (JobPhase.FAILED if code else JobPhase.SUCCEEDED)
+    assert world.there() == {"master": 0, "ps": 0, "worker": 0}
+    assert "dlrm-master-0-1" in world.pods, "its log stays (cleanPodPolicy: Running)"
+    if code:
+        assert reason(world, Condition.FAILED) == f"ExitCode{code}"
+
+
+def test_a_lost_master_is_replaced_and_the_job_goes_on() -> None:
+    world = running()
+    world.end("dlrm-master-0-1", 137)
+    world.deliver(100)
+    world.work()
+    assert phase(world) == JobPhase.RECOVERING
+    world.settle(3)
+    assert phase(world) == JobPhase.RUNNING and "dlrm-master-0-7" in world.pods
+
+
+def test_a_node_that_is_taken_back_is_emptied() -> None:
+    world = running()
+    taint = {"key": "karpenter.sh/disrupted", "effect": "NoSchedule"}
+    world.nodes = {
+        "n1": {"metadata": {"name": "n1"}, "spec": {"taints": [taint]}},
+        "n2": {"metadata": {"name": "n2"}, "spec": {}},
+    }
+    old = set(world.pods)
+    world.deliver(100)
+    world.work()
+    assert holds(world, Condition.RECLAIM_NOTICE)
+    assert {d["source"] for d in world.job["status"]["disruptions"]} == {"NodeTaint"}
+    for name, pod in world.pods.items():
+        if name in old:
+            assert pod["metadata"].get("deletionTimestamp"), "each is told to leave"
+    for name in set(world.pods) - old:
+        world.run(name, "n2")
+    world.leave()
+    world.deliver(100)
+    world.work()
+    assert world.there() == world.wanted() and not set(world.pods) & old
+
+
+def test_pods_stuck_on_a_dead_node_are_deleted_by_force() -> None:
+    world = running()
+    world.nodes = {
+        "n1": {"metadata": {"name": "n1"}, "status": {"conditions": [{"type": "Ready", "status": "Unknown"}]}}
+    }
+    name = "dlrm-worker-0-4"
+    world.pods[name]["metadata"]["deletionTimestamp"] = stamp_of(world.now_s)
+    world._change(world.pods[name])
+    world.deliver(100)
+    world.work()
+    assert name in world.pods and world.there() == world.wanted(), "another one is there at once"
+    world.now_s += 120
+    world.work()
+    assert name not in world.pods
+
+
+def test_suspended_and_on_again() -> None:
+    world = running()
+    world.job["spec"]["suspend"] = True
+    world._change(world.job)
+    world.deliver(100)
+    world.work()
+    assert phase(world) == JobPhase.SUSPENDING
+    world.settle(4)
+    assert phase(world) == JobPhase.SUSPENDED and world.pods == {}
+    assert not holds(world, Condition.SUSPENDING)
+    world.job["spec"]["suspend"] = False
+    world._change(world.job)
+    world.settle(4)
+    assert phase(world) == JobPhase.RUNNING and world.there() == world.wanted()
+    env = {e["name"]: e.get("value") for e in world.of("master")[0]["spec"]["containers"][0]["env"]}
+    assert env["EVERSTEP_POD_UNSUSPEND"] == "1"
+
+
+def test_a_job_that_suspends_itself_says_so_in_its_spec() -> None:
+    world = running()
+    world.end("dlrm-master-0-1", 7)
+    world.settle(4)
+    assert world.job["spec"]["suspend"] is True and phase(world) == JobPhase.SUSPENDED and world.pods == {}
+
+
+@pytest.mark.parametrize("then", ["Suspend", "Fail"])
+def test_a_job_that_waits_for_too_long_frees_everything(then: str) -> None:
+    world = World(job(elasticity={"maxWaitSeconds": 600, "onWaitTimeout": then}))
+    for _ in range(9):
+        world.deliver(100)
+        world.work()
+        world.leave()
+        world.now_s += 200
+    assert world.pods == {}
+    assert phase(world) == (JobPhase.SUSPENDED if then == "Suspend" else JobPhase.FAILED)
+    assert world.job["spec"].get("suspend", False) is (then == "Suspend")
+
+
+def test_scale_out_and_in_by_requests() -> None:
+    world = running()
+    request(world, "ScaleOut", count=2)
+    world.settle(5)
+    assert world.there()["worker"] == 5 and world.wants[0] == 5
+    assert world.requests["more"]["status"]["phase"] == "Succeeded"
+    request(world, "ScaleIn", "less", podNames=["dlrm-worker-0-4"])
+    world.settle(5)
+    assert world.there()["worker"] == 4 and "dlrm-worker-0-4" not in world.pods
+    assert world.requests["less"]["status"]["phase"] == "Succeeded"
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec", "why"),
+    [
+        ("ScaleOut", {"count": 9}, "OutOfBounds"),
+        ("ScaleIn", {"count": 3}, "OutOfBounds"),
+        ("ScaleIn", {"podNames": ["dlrm-ps-0-2"]}, "NoSuchPod"),
+    ],
+)
+def test_requests_that_are_refused(kind: str, spec: dict[str, object], why: str) -> None:
+    world = running()
+    request(world, kind, **spec)
+    world.settle(2)
+    status = world.requests["more"]["status"]
+    assert status["phase"] == "Failed" and status["conditions"][0]["reason"] == why, status
+    assert world.there() == world.wanted() == {"master": 1, "ps": 2, "worker": 3}
+
+
+def test_requests_wait_for_each_other() -> None:
+    world = running()
+    request(world, "ScaleOut", "a", count=1)
+    request(world, "ScaleOut", "b", count=1)
+    for _ in range(2):
+        world.deliver(100)
+        world.work()
+    assert "status" not in world.requests["b"]
+    assert world.job["status"]["currentScaleRequest"] == "ScaleOut/a"
+    world.settle(8)
+    assert world.there()["worker"] == 5
+    world.now_s += 100_000
+    world.settle(1)
+    assert world.requests == {}, "their time is over"
+
+
+def test_without_word_of_the_master_no_worker_is_taken_away() -> None:
+    world = running()
+    world.master_works = False
+    world.job["spec"]["worker"]["replicas"] = 1
+    world._change(world.job)
+    world.settle(3)
+    assert world.there()["worker"] == 3
+    world.master_works = True
+    world.settle(3)
+    assert world.there()["worker"] == 1 and world.wants[0] == 1
+
+
+@pytest.mark.parametrize("why", [Refusal.QUOTA, Refusal.FORBIDDEN, Refusal.INVALID])
+def test_what_the_server_refuses_is_a_condition_and_no_hot_loop(why: Refusal) -> None:
+    world = World(job())
+    world.refused = CreateRefused(why, "exceeded quota")
+    for _ in range(3):
+        world.deliver(100)
+        plan = world.work()
+    assert world.pods == {} and holds(world, Condition(why.value)) and plan.status is None
+    assert not any(isinstance(a, Create) and a.kind is Kind.POD for a in plan.actions)
+    world.refused = None
+    world.settle(3)
+    assert world.there() == world.wanted() and not holds(world, Condition(why.value))
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({"settings": {"wrokers": 3}}, "wrokers"),
+        ({"settings": {"lease_s": 1.0}}, "lease_s = 1.0"),
+        ({"settings": {"bind": "x:1"}}, "the operator sets it"),
+        ({"mode": "Pipeline"}, "not yet"),
+        ({"scheduling": {"gang": "Volcano"}}, "not yet"),
+        ({"psProtection": {"strategy": "Parity", "dataShards": 4, "parityShards": 1}}, "parity"),
+        ({"worker": {"template": {"spec": {"containers": [{"name": "main", "image": "x"}]}}}}, "spec.script"),
+    ],
+)
+def test_a_wrong_job_is_a_condition_with_the_words_of_everstep_run(spec: dict[str, object], words: str) -> None:
+    world = World(job(**spec))
+    world.settle(3)
+    message = {c["type"]: c["message"] for c in world.job["status"]["conditions"]}["InvalidSpec"]
+    assert words in message and "\n" not in message and world.pods == {}
+
+
+def test_deadline_and_time_to_live() -> None:
+    world = running(activeDeadlineSeconds=1000, ttlSecondsAfterFinished=100)
+    world.now_s = START_S + 1001
+    world.deliver(100)
+    world.work()
+    assert phase(world) == JobPhase.FAILED and reason(world, Condition.FAILED) == "DeadlineExceeded"
+    world.now_s += 101
+    _, plan = world.look()
+    assert any(a.kind is Kind.JOB for a in plan.actions if hasattr(a, "kind"))
+
+
+def test_a_job_of_another_controller_is_left_alone() -> None:
+    world = World(job(managedBy="kueue.x-k8s.io/multikueue"))
+    world.settle(2)
+    assert world.pods == {} and "status" not in world.job
+
+
+# ------------------------------------------------------------ whatever happens
+
+happening = st.one_of(
+    st.tuples(st.just("work"), st.integers(0, 12)),
+    st.tuples(st.just("deliver"), st.integers(1, 8)),
+    st.tuples(st.sampled_from(["run", "vanish", "fail", "kill", "delete"]), st.integers(0, 30)),
+    st.tuples(st.just("restart"), st.just(0)),
+    st.tuples(st.just("stale"), st.just(0)),
+    st.tuples(st.just("scale"), st.integers(1, 6)),
+    st.tuples(st.just("scale_ps"), st.integers(1, 4)),
+    st.tuples(st.just("suspend"), st.booleans().map(int)),
+    st.tuples(st.just("taint"), st.booleans().map(int)),
+    st.tuples(st.just("leave"), st.just(0)),
+    st.tuples(st.just("time"), st.integers(1, 200)),
+    st.tuples(st.just("master"), st.booleans().map(int)),
+)
+
+
+def live(happenings: list[tuple[str, int]]) -> None:
+    """Let it all happen, then let everything work: the job has its pods, and no name ever came twice (``World.do``)."""
+    world = World(job())
+    for what, n in happenings:
+        names = sorted(world.pods)
+        name = names[n % len(names)] if names else ""
+        match what:
+            case "work":
+                world.work(n)
+            case "deliver":
+                world.deliver(n)
+            case "restart":
+                world.restart_operator()
+            case "stale":  # somebody else has changed the job meanwhile
+                world._change(world.job)
+            case "scale":
+                world.job["spec"]["worker"]["replicas"] = n
+                world._change(world.job)
+            case "scale_ps":
+                world.job["spec"]["ps"]["replicas"] = n
+                world._change(world.job)
+            case "suspend":
+                world.job["spec"]["suspend"] = bool(n)
+                world._change(world.job)
+            case "taint":
+                taints = [{"key": "karpenter.sh/disrupted"}] if n else []
+                world.nodes = {"n1": {"metadata": {"name": "n1"}, "spec": {"taints": taints}}}
+            case "leave":
+                world.leave()
+            case "time":
+                world.now_s += n
+            case "master":
+                world.master_works = bool(n)
+            case "run" if name and world.pods[name]["status"]["phase"] == "Pending":
+                world.run(name)
+            case "vanish" if name:
+                world.remove(name)
+            case "kill" if name and world.pods[name]["status"]["phase"] == "Running":
+                world.end(name, 137)
+            case "fail" if name and world.pods[name]["status"]["phase"] == "Running":
+                world.end(name, 9)
+            case "delete" if name and not world.pods[name]["metadata"].get("deletionTimestamp"):
+                world.pods[name]["metadata"]["deletionTimestamp"] = stamp_of(world.now_s + 60)
+                world._change(world.pods[name])
+    world.nodes, world.master_works = {}, True
+    if world.job["spec"].get("suspend"):
+        world.job["spec"]["suspend"] = False
+        world._change(world.job)
+    world.settle()
+    for _ in range(3):  # (a job that had suspended itself by then is asked to go on)
+        if world.job["spec"].get("suspend"):
+            world.job["spec"]["suspend"] = False
+            world._change(world.job)
+            world.settle()
+    assert world.there() == world.wanted(), (world.job["status"], sorted(world.pods))
+    assert phase(world) == JobPhase.RUNNING
+    world.deliver(1000)
+    _, plan = world.look()
+    assert plan.status is None and not [a for a in plan.actions if not isinstance(a, SetSuspend)]
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(st.lists(happening, max_size=60))
+def test_whatever_happens_it_converges_and_no_name_comes_twice(happenings: list[tuple[str, int]]) -> None:
+    live(happenings)
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=500)
+@given(st.lists(happening, max_size=150))
+def test_whatever_happens_at_length(happenings: list[tuple[str, int]]) -> None:
+    live(happenings)
