@@ -14,7 +14,7 @@ from benchmarks._jobs import Job
 from benchmarks._measure import ROOT, median, say
 from everstep.brain.brain import Brain
 from everstep.brain.events import Note, PublishPlacement
-from everstep.cli.chaos import drill
+from everstep.cli.chaos import inject
 from everstep.cli.link import ask_view
 from everstep.cli.replay import JOURNAL_FILE
 from everstep.errors import EverstepError
@@ -84,7 +84,7 @@ class PsJob(Job):
 
     def _order(self, slot: int, factor: float) -> bool:
         try:
-            drill(self.run_dir, Planned(0.0, "slow", f"ps:{slot}", factor, HOUR_S), False)
+            inject(self.run_dir, Planned(0.0, "slow", f"ps:{slot}", factor, HOUR_S), False)
         except EverstepError as error:  # it is just coming or going
             say(f"ps:{slot}: {error}")
             return False

@@ -26,7 +26,7 @@ import msgspec
 
 from benchmarks._jobs import SCRIPT, Job
 from benchmarks._measure import Result, say, spread
-from everstep.cli.chaos import drill
+from everstep.cli.chaos import inject
 from everstep.errors import EverstepError
 from everstep.model.member import MemberState
 from everstep.monitor.audit import audit
@@ -87,8 +87,8 @@ def disturb(job: Job, mode: str, rows: int, ordered: set[str]) -> None:
         if member in there and member not in ordered:
             with contextlib.suppress(EverstepError):  # it is just coming or going
                 if member == "worker:1":
-                    drill(job.run_dir, Planned(0.0, "slow", "worker:0", 1.001, 0.001), False)
-                drill(job.run_dir, Planned(0.0, "slow", member, factor, HOUR_S), False)
+                    inject(job.run_dir, Planned(0.0, "slow", "worker:0", 1.001, 0.001), False)
+                inject(job.run_dir, Planned(0.0, "slow", member, factor, HOUR_S), False)
                 ordered.add(member)
 
 

@@ -5,7 +5,7 @@
 The network of ``twins/flights_ddp.py`` in one process; its table's rows belong to 6 shards by their key. ``--saves``
 times an epoch everything is copied (a checkpoint); at each of ``--losses`` moments, half an interval after a copy, one
 shard's rows and optimizer state go back to the copy and training goes on: nothing is trained again, the updates of
-those rows since then are lost. The dense network is replicated at the workers and loses nothing. Prints one JSON
+those rows since then are lost. The dense network is replicated at the workers and loses nothing. Fingerprints one JSON
 line: test AUC without a loss, how much lower it is with each number of losses (medians over the seeds), and the share
 of all row updates that was lost.
 """

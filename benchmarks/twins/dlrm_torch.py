@@ -1,6 +1,6 @@
 """The throughput model in plain PyTorch, one process: EmbeddingBag(sparse=True) with sparse Adagrad, all cores.
 
-Prints the same JSON line as ``throughput_model.py``.
+Fingerprints the same JSON line as ``throughput_model.py``.
 """
 
 from __future__ import annotations

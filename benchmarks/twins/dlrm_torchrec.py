@@ -2,7 +2,7 @@
 
 Runs in an environment of its own (``pip install torch==2.13.0``, then ``--no-deps torchrec==1.8.0
 fbgemm-gpu-cpu==1.8.0`` and what they import); start it with that environment's Python, it starts its two ranks
-itself. Prints one JSON line: samples/s and CPU seconds of both ranks together.
+itself. Fingerprints one JSON line: samples/s and CPU seconds of both ranks together.
 """
 
 from __future__ import annotations

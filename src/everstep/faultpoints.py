@@ -1,4 +1,4 @@
-"""Names the fault points: steps of the code at which a test or a drill can have a process killed. The only such
+"""Names the fault points: steps of the code at which a test or a trial can have a process killed. The only such
 mechanism.
 
 ``EVERSTEP_FAULT`` says who dies where: ``ROLE:SLOT[.LIFE]:POINT:TIMES``, several with commas between them.

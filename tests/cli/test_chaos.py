@@ -1,4 +1,4 @@
-"""A drill's schedule beside a job that ends before it."""
+"""A chaos schedule beside a job that ends before it."""
 
 from __future__ import annotations
 

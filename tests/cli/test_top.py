@@ -8,7 +8,7 @@ from rich.console import Console
 
 from everstep.cli.top import lines, span, table
 from everstep.ids import Incarnation, NodeId, Slot
-from everstep.model.job_view import JobView, RunningDrill
+from everstep.model.job_view import JobView, RunningFault
 from everstep.model.observation import Observations, Pace, ServerSeen, WorkerSeen
 from everstep.monitor.viewer import make_speed_view
 
@@ -21,7 +21,7 @@ def report() -> JobView:
     workers = tuple(WorkerSeen(slot=Slot(i), incarnation=ONE, node=HOME, short=p) for i, p in enumerate((pace, slow)))
     servers = (ServerSeen(slot=Slot(0), incarnation=ONE, node=HOME),)
     seen = Observations(at=100.0, wanted_workers=3, remaining_s=60.0, workers=workers, servers=servers)
-    drills = (RunningDrill("worker:1", "slow", 4.0, 130.0),)
+    faults = (RunningFault("worker:1", "slow", 4.0, 130.0),)
     return JobView(
         job="a job",
         phase="training",
@@ -36,19 +36,19 @@ def report() -> JobView:
         batches_retried=0,
         failures={},
         reported={},
-        speed=make_speed_view(seen, lambda member, incarnation: {}, {"negative": 2}, drills),
+        speed=make_speed_view(seen, lambda member, incarnation: {}, {"negative": 2}, faults),
     )
 
 
 def test_plain_lines_have_the_slowest_first_and_its_reason() -> None:
     head, names, first, *_ = lines(report())
     assert head == (
-        "mode ps, 2 of 3 workers, 1 ps, about 60 s left; drills: worker:1 4 times slower for 30 s more; "
+        "mode ps, 2 of 3 workers, 1 ps, about 60 s left; faults: worker:1 4 times slower for 30 s more; "
         "readings dropped: 2 negative"
     )
     assert names.split()[:2] == ["member", "slower"]
     assert first.startswith("worker:1") and "4.00x" in first and "16 ms" in first
-    assert first.endswith("compute 4.0x the median of its class, drill: 4 times slower for 30 s more")
+    assert first.endswith("compute 4.0x the median of its class, fault: 4 times slower for 30 s more")
 
 
 def test_a_narrow_terminal_shows_whole_cells() -> None:

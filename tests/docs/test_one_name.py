@@ -56,8 +56,11 @@ def test_no_two_unrelated_files_have_one_name() -> None:
 OLD_WORDS = {
     "bucket": "partition",
     "draft": "builder (PlacementBuilder)",
+    "drag": "slowdown",
+    "drill": "fault (made by chaos)",
     "flats": "gradient buckets",
     "image": "snapshot",
+    "journey": "owners, history",
     "keeper": "controller, or what it is",
     "leading": "leader",
     "mate": "follower",
@@ -68,6 +71,10 @@ OLD_WORDS = {
 """Words that code had for things of the glossary: they are in no name of a file, class, function or variable."""
 
 OLD_NAMES = {
+    "Hit": "SignalProcess",
+    "Prints": "Fingerprints",
+    "books": "state, records, ledger",
+    "prints": "fingerprints",
     "Share": "ComputedShare or BatchShare",
     "TellPlace": "ClockReported",
     "Turn": "StepSchedule",

@@ -168,7 +168,7 @@ def _messages() -> dict[str, tuple[Any, list[bytes]]]:
             [encode(c) for c in (wire.Call(1, wire.GetStatus()), wire.Call(2, ShardAsked(0, 1, 1)))],
         ),
         "return": (control._return_decoder, [encode(wire.Return(1, Ok()))]),
-        "order": (control._order_decoder, [encode(wire.Slow(4.0, 60.0))]),
+        "order": (control._order_decoder, [encode(wire.SlowDown(4.0, 60.0))]),
         "request": (
             data._request_decoder,
             [

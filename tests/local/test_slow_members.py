@@ -1,4 +1,4 @@
-"""Drills in a real job: who is made slow is seen to be, with the reason, and not any more once it is healed."""
+"""Faults in a real job: who is made slow is seen to be, with the reason, and not any more once it is healed."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def test_slow_members_are_seen_healed_killed_and_told(run: Run, monkeypatch: pyt
     run.alive(Role.WORKER, 1)
     where = str(run.run_dir)
     slowed = {
-        "worker:1": (("--factor", "9", "--for", "1h"), r"compute [\d.]+x the median of its class.*drill: 9 times"),
-        "ps:0": (("--factor", "30"), r"service [\d.]+x the median of its class.*drill: 30 times slower"),
+        "worker:1": (("--factor", "9", "--for", "1h"), r"compute [\d.]+x the median of its class.*fault: 9 times"),
+        "ps:0": (("--factor", "30"), r"service [\d.]+x the median of its class.*fault: 30 times slower"),
     }
     for member, (flags, why) in slowed.items():
         code, text = run.everstep("chaos", where, "--slow", member, *flags)
@@ -46,7 +46,7 @@ def test_slow_members_are_seen_healed_killed_and_told(run: Run, monkeypatch: pyt
     assert match is not None
     with urllib.request.urlopen(match[1], timeout=120) as page:
         text = page.read().decode()
-    assert "everstep_drills 2\n" in text and 'everstep_ps_service_seconds{slot="0"}' in text
+    assert "everstep_faults 2\n" in text and 'everstep_ps_service_seconds{slot="0"}' in text
 
     assert run.everstep("chaos", where, "--heal")[0] == 0
     until(lambda: judged(run)["worker:1"][0] < 2, why=run.story)
@@ -57,5 +57,5 @@ def test_slow_members_are_seen_healed_killed_and_told(run: Run, monkeypatch: pyt
     run.alive(Role.WORKER, 1, at_least=2)
     code, text = run.everstep("chaos", where, "--slow", "worker:7")
     assert code == 2 and "worker:7" in text
-    assert "drill" in (run.run_dir / "events.jsonl").read_text()
+    assert "fault" in (run.run_dir / "events.jsonl").read_text()
     assert (run.run_dir / "members.jsonl").read_text().count("worker:1") >= 1

@@ -78,7 +78,7 @@ def test_every_line_is_what_prometheus_reads() -> None:
     assert 'everstep_ps_queue_requests{slot="0"} 1.5\n' in text
     assert 'everstep_reported{name="odd \\"name\\"\\n"} NaN\n' in text
     assert "everstep_samples_total 100\n" in text and "everstep_group_steps_total 42\n" in text
-    assert "everstep_drills 0\n" in text and 'everstep_members{role="ps",state="lost"} 1\n' in text
+    assert "everstep_faults 0\n" in text and 'everstep_members{role="ps",state="lost"} 1\n' in text
     assert text.count("\neverstep_ps_partitions{") == 1, "of ps that are up"
     for old, new, values in (
         ("ps_buckets", "ps_partitions", '{slot="0"} 64'),

@@ -266,7 +266,7 @@ MAY: dict[type, str] = {  # who may send what, said a second time
     SuspendAsked: "command agent",
     RemarkMade: "command",
     CapacityChanged: "command",
-    wire.Drill: "command",
+    wire.FaultAsked: "command",
     wire.GetStatus: "command worker ps agent",
     wire.GetSpec: "command agent",
 }

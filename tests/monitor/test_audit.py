@@ -125,9 +125,9 @@ class Run:
 
     def cut(self, closed: bool = False) -> None:
         for slot, ledger in self.ledgers.items():
-            prints = np.array(ledger.fingerprints(), np.uint64)[self.owned[slot]].tobytes()
+            fingerprints = np.array(ledger.fingerprints(), np.uint64)[self.owned[slot]].tobytes()
             seq = len(self.records[slot])
-            self.records[slot].append(FinalCutRecord(seq, prints) if closed else CutRecord(seq, prints))
+            self.records[slot].append(FinalCutRecord(seq, fingerprints) if closed else CutRecord(seq, fingerprints))
 
     def train(self, epochs: int = 2, batch: int = 10) -> None:
         """Everything in order, the workers taking turns."""

@@ -31,7 +31,7 @@ from everstep.model.job_view import (
     PlanView,
     ProcessCounters,
     ProtectionView,
-    RunningDrill,
+    RunningFault,
     ShardsView,
     ShownState,
     SpeedView,
@@ -97,7 +97,7 @@ def whole() -> JobView:
             (Judged("worker:0", 1.5, 0.004, "throttled 40%"), Judged("ps:0", 1.5, 0.004, "queue 9", Role.PS)),
             (counters(Role.WORKER), counters(Role.PS)),
             {"negative": 2},
-            (RunningDrill("worker:0", "slow", 4.0, 130.0),),
+            (RunningFault("worker:0", "slow", 4.0, 130.0),),
         ),
         supervision=SupervisionView(
             state="waiting",

@@ -1,4 +1,4 @@
-"""Schedules of drills, and recorded slowdowns played again."""
+"""Schedules of faults, and recorded slowdowns played again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from everstep.monitor.schedules import Planned, choose, parse_recording, parse_s
 EXCERPT = Path(__file__).parents[2] / "examples" / "recordings" / "pai-job4-excerpt.csv"
 
 
-def test_lines_become_drills_in_order_of_time() -> None:
+def test_lines_become_faults_in_order_of_time() -> None:
     text = """
     30,  stop ps:0 for=500ms   # a pause
     0, slow worker:1 factor=4 for=1m

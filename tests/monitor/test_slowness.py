@@ -46,13 +46,13 @@ def test_classes_are_not_compared() -> None:
     assert all(not j.why for j in judge(seen))
 
 
-def test_servers_and_waits_and_drills() -> None:
+def test_servers_and_waits_and_faults() -> None:
     waits = worker(0, 0.001, forward=1.0, barrier=3.0, outside=100.0)
     seen = Observations(at=0, workers=(waits,), servers=(ps(0, 0.001), ps(1, 0.012, queue=12.2)))
     assert words(seen, "ps:1") == "service 12.0x the median of its class, queue 12"
     assert words(seen, "worker:0") == "waits for the others 75% of the time"
     assert (
-        next(j.why for j in judge(seen, [("ps:0", "4 times slower")]) if j.member == "ps:0") == "drill: 4 times slower"
+        next(j.why for j in judge(seen, [("ps:0", "4 times slower")]) if j.member == "ps:0") == "fault: 4 times slower"
     )
 
 

@@ -7,7 +7,7 @@ from time import process_time
 import pytest
 
 from everstep.monitor import stepclock
-from everstep.monitor.slowdown import Drag
+from everstep.monitor.slowdown import Slowdown
 from everstep.monitor.stepclock import StepClock
 
 
@@ -81,10 +81,10 @@ def test_no_samples_are_no_pace() -> None:
     assert "per_sample_s" not in clock.readings()
 
 
-def test_a_drill_makes_own_compute_longer_by_its_factor() -> None:
+def test_a_fault_makes_own_compute_longer_by_its_factor() -> None:
     time = Time()
     clock = StepClock(time)
-    clock.drag = drag = Drag(lambda: time.ns * 1e-9)
+    clock.slowdown = slowdown = Slowdown(lambda: time.ns * 1e-9)
     waited: list[float] = []
 
     def wait(timeout: float) -> bool:
@@ -92,15 +92,15 @@ def test_a_drill_makes_own_compute_longer_by_its_factor() -> None:
         time.go(timeout * 1e3)
         return False
 
-    drag._over.wait = wait  # type: ignore[method-assign, assignment]
-    drag.order(4.0, 60.0)
+    slowdown._over.wait = wait  # type: ignore[method-assign, assignment]
+    slowdown.order(4.0, 60.0)
     for _ in range(3):
         step(clock, time, 1)
     assert waited == pytest.approx([0.030, 0.036, 0.036])  # (the update belongs to the next step)
     assert clock.readings()["per_sample_s"] == pytest.approx(4 * 0.0012, rel=0.2)
     time.go(60_000)
     step(clock, time, 1)
-    assert not drag.on and len(waited) == 3  # it ended by itself
+    assert not slowdown.on and len(waited) == 3  # it ended by itself
 
 
 def test_measuring_costs_the_training_thread_next_to_nothing() -> None:

@@ -59,9 +59,9 @@ from everstep.monitor.vitals import read_vitals
 from everstep.net.messages import (
     Answered,
     Beat,
-    Hit,
     OrderType,
     RequestType,
+    SignalProcess,
     StackTaken,
     TakeStack,
 )
@@ -647,8 +647,8 @@ class Agent:
             case FinishJob():
                 self._told_over = True
                 self._finish(order.exit_code, order.error)
-            case Hit():
-                self._hit(order)
+            case SignalProcess():
+                self._signal(order)
             case TakeStack():
                 self._take_stack(order)
             case Note(member, decision) if not self._keeps_master:
@@ -656,17 +656,17 @@ class Agent:
             case _:
                 pass
 
-    def _hit(self, order: Hit) -> None:
-        """Do a drill (``everstep chaos``). What was stopped goes on after ``stop_s``, whatever becomes of the
+    def _signal(self, order: SignalProcess) -> None:
+        """Make a fault (``everstep chaos``). What was stopped goes on after ``stop_s``, whatever becomes of the
         master."""
         entry = self._running.get((order.role, order.slot))
         if entry is None or entry.incarnation != order.incarnation or entry.pidfd < 0 or entry.status is not None:
             return
         signo = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "go": signal.SIGCONT}[order.what]
-        self.log(f"drill: {signo.name} to {entry.name} #{entry.incarnation}")
+        self.log(f"chaos: {signo.name} to {entry.name} #{entry.incarnation}")
         send_signal(entry.pidfd, signo)
         if order.what == "stop":
-            self._after(max(0.0, order.stop_s), lambda: self._hit(msgspec.structs.replace(order, what="go")))
+            self._after(max(0.0, order.stop_s), lambda: self._signal(msgspec.structs.replace(order, what="go")))
 
     def _start(self, order: StartProcess) -> None:
         """Unless it runs already, or ran: then its end is told once more."""

@@ -222,8 +222,8 @@ class ProcessRuntime:
                 self.on_replica(order)
         elif isinstance(order, RevokeLease):
             listener.revoked(order.lease)
-        elif isinstance(order, messages.Slow):
-            listener.clock.drag.order(order.factor, order.for_s, order.burn)
+        elif isinstance(order, messages.SlowDown):
+            listener.clock.slowdown.order(order.factor, order.for_s, order.burn)
         elif isinstance(order, FinishJob):
             if order.exit_code:
                 self._fail(FencedError(f"the job is over: {order.error}"))

@@ -20,7 +20,7 @@ from everstep.errors import ConfigError, EverstepError, UserError
 from everstep.model.job_view import ShownState
 from everstep.model.member import Role
 from everstep.monitor.schedules import Planned, choose, parse_recording, parse_schedule, plan_recording
-from everstep.net.messages import Drill
+from everstep.net.messages import FaultAsked
 from everstep.units import seconds
 
 FOR_DEFAULT_S = 60.0
@@ -61,8 +61,8 @@ def one(what: str, target: str, factor: float, span: str) -> Planned:
     return Planned(0.0, what, target, factor, for_s)
 
 
-def drill(run_dir: Path, plan: Planned, burn: bool) -> None:
-    """Do one drill, now. Raises UserError with the master's reason."""
+def inject(run_dir: Path, plan: Planned, burn: bool) -> None:
+    """Make one fault, now. Raises UserError with the master's reason."""
     need_running(run_dir)
     _order(run_dir, plan, burn)
     click.echo(str(plan))
@@ -136,7 +136,7 @@ def _members(run_dir: Path) -> list[str]:
 
 
 def _order(run_dir: Path, plan: Planned, burn: bool) -> None:
-    request = Drill(plan.what, plan.target, plan.factor, plan.for_s, burn)  # type: ignore[arg-type]
+    request = FaultAsked(plan.what, plan.target, plan.factor, plan.for_s, burn)  # type: ignore[arg-type]
     answer = ask_master(run_dir, request)
     if isinstance(answer, Refused):
         raise UserError(answer.error)

@@ -168,8 +168,8 @@ def top(run_dir: Path, once: bool, as_json: bool) -> None:
 def chaos(
     ctx: click.Context, /, run_dir: Path, factor: float, span: str, every: str, seed: int, burn: bool, **what: Any
 ) -> None:
-    """Drill a running job: slow, stop or kill its members, and see with everstep top what it does about it."""
-    from everstep.cli.chaos import chosen, drill, one, play, read_recording, read_schedule, workers_of
+    """Make faults in a running job: slow, stop or kill its members, and see with everstep top what it does about it."""
+    from everstep.cli.chaos import chosen, inject, one, play, read_recording, read_schedule, workers_of
 
     more = {"factor": "factor", "for": "span", "every": "every", "seed": "seed", "burn": "burn"}
     said = click.core.ParameterSource.COMMANDLINE
@@ -179,7 +179,7 @@ def chaos(
     elif name == "recording":
         play(run_dir, read_recording(value, every, workers_of(run_dir)), seed, burn)
     else:
-        drill(run_dir, one(name, "" if name == "heal" else value, factor, span), burn)
+        inject(run_dir, one(name, "" if name == "heal" else value, factor, span), burn)
 
 
 @cli.command()

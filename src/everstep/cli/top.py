@@ -16,7 +16,7 @@ from everstep.cli.rundirs import open_run_dir
 from everstep.errors import ConfigError, EverstepError
 from everstep.model.job_view import JobView, Judged
 from everstep.model.observation import ServerSeen, WorkerSeen
-from everstep.monitor.slowness import drill_words
+from everstep.monitor.slowness import fault_words
 from everstep.units import human_bytes
 
 if TYPE_CHECKING:
@@ -112,15 +112,15 @@ def lines(view: JobView) -> list[str]:
 
 
 def headline(view: JobView) -> str:
-    """Return ``mode ps, 2 of 3 workers, 1 ps, about 60 s left; drills: ...; readings dropped: 2 negative``."""
+    """Return ``mode ps, 2 of 3 workers, 1 ps, about 60 s left; faults: ...; readings dropped: 2 negative``."""
     assert view.speed is not None
     seen, speed = view.speed.seen, view.speed
     text = f"mode {view.mode}, {len(seen.workers)} of {view.members_wanted.get('worker', 0)} workers"
     text += f", {len(seen.servers)} ps"
     if seen.remaining_s > 0:
         text += f", about {seen.remaining_s:.0f} s left"
-    if speed.drills:
-        text += "; drills: " + ", ".join(f"{d.target} {drill_words(d, seen.at)}" for d in speed.drills)
+    if speed.faults:
+        text += "; faults: " + ", ".join(f"{d.target} {fault_words(d, seen.at)}" for d in speed.faults)
     if speed.dropped:
         text += "; readings dropped: " + ", ".join(f"{n} {why}" for why, n in sorted(speed.dropped.items()))
     return text

@@ -366,7 +366,7 @@ RIGHTS: Final[dict[type, Right]] = {
     CapacityChanged: Right(_COMMAND, _anyone, _capacity),
     StopAsked: Right(_COMMAND | _AGENT, _anyone, _anyone),
     SuspendAsked: Right(_COMMAND | _AGENT, _anyone, _anyone),
-    wire.Drill: Right(_COMMAND, _anyone, _anyone),
+    wire.FaultAsked: Right(_COMMAND, _anyone, _anyone),
     wire.GetStatus: Right(_COMMAND | _WORKER | _PS | _AGENT, _anyone, _anyone),
     wire.GetSpec: Right(_COMMAND | _AGENT, _anyone, _anyone),
 }

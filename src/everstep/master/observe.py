@@ -28,7 +28,7 @@ from everstep.monitor.windows import SHORT_S, SUBWINDOWS, Windows
 from everstep.policies.node_selection import choose_ps_node
 
 WINDOW_VARIABLE = "EVERSTEP_WINDOW_S"
-"""For tests and drills: seconds of the short window; the long one is six times as long."""
+"""For tests and trials: seconds of the short window; the long one is six times as long."""
 
 HISTORY_FILE = "members.jsonl"
 HISTORY_BYTES = 16 * 2**20  # of one file; the one before is kept, too

@@ -69,7 +69,7 @@ from everstep.machines.causes import Causes
 from everstep.machines.dispatch import BrainError, Dispatch, Handled
 from everstep.master.checkpoints import CheckpointController
 from everstep.master.confirm import Confirmations
-from everstep.master.drills import Drills
+from everstep.master.fault_injection import FaultInjector
 from everstep.master.hangs import Hangs
 from everstep.master.hot import HotPartitionController
 from everstep.master.metrics import MetricsServer
@@ -196,7 +196,7 @@ class Master:
         )
         self._counted: dict[Key, float] = {}
         self.metrics = MetricsServer(spec.metrics, run_dir, self._page) if spec.metrics else None
-        self.drills = Drills(self.brain, self._reach, self._reach_agent, self._note)
+        self.faults = FaultInjector(self.brain, self._reach, self._reach_agent, self._note)
         self._undurable: collections.deque[tuple[Handled, asyncio.Future[Answer] | None]] = collections.deque()
         self._senders: dict[int, Sender] = {}  # by number of the connection
         self._agents: dict[NodeId, Peer] = {}
@@ -232,7 +232,7 @@ class Master:
                 wire.StoreGet: lambda r, sender: self.store.get(r.generation, r.attempt, r.keys, r.wait_s),
                 wire.GetStatus: lambda r, sender: self.view(r.speed),
                 wire.GetSpec: lambda r, sender: wire.SpecReport(self.spec),
-                wire.Drill: lambda r, sender: self.drills.ask(r, self.clock.now()),
+                wire.FaultAsked: lambda r, sender: self.faults.ask(r, self.clock.now()),
             },
             self._refuse,
             causes,
@@ -632,7 +632,7 @@ class Master:
         )
         seen = None
         if speed:
-            seen = make_speed_view(self.observer.observe(at), windows.newest, windows.dropped, self.drills.running(at))
+            seen = make_speed_view(self.observer.observe(at), windows.newest, windows.dropped, self.faults.running(at))
         return make_job_view(self.brain, at, measured, seen)
 
     def _page(self) -> str:

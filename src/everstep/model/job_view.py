@@ -353,7 +353,7 @@ class Judged(msgspec.Struct, frozen=True):
     slot: Slot = Slot(0)
 
 
-class RunningDrill(msgspec.Struct, frozen=True):
+class RunningFault(msgspec.Struct, frozen=True):
     """Is a member that ``everstep chaos`` made slow, or stopped.
 
     - ``target``: the member [text]
@@ -368,21 +368,21 @@ class RunningDrill(msgspec.Struct, frozen=True):
     until: float
 
 
-class SpeedView(msgspec.Struct, frozen=True):
+class SpeedView(msgspec.Struct, frozen=True, rename={"faults": "drills"}):
     """Shows how fast the members are: what policies see, and what is made of it.
 
     - ``seen``: what policies see, over the short and the long window [readings]
     - ``judged``: members that are up, slowest first [members]
     - ``counters``: of members that are up [processes]
     - ``dropped``: readings that were wrong, by reason [readings]
-    - ``drills``: that run [drills]
+    - ``faults``: made on purpose, that last [faults]
     """
 
     seen: Observations
     judged: tuple[Judged, ...] = ()
     counters: tuple[ProcessCounters, ...] = ()
     dropped: dict[str, int] = {}
-    drills: tuple[RunningDrill, ...] = ()
+    faults: tuple[RunningFault, ...] = ()
 
 
 class JobView(msgspec.Struct, frozen=True, kw_only=True, tag="job_view"):

@@ -11,7 +11,7 @@ Three independent looks at each ps:
    logged intervals, and at the end the sum over the plan. It does not depend on order, nor on how the log was cut.
 
 A log ends where its process was killed; a record missing inside, changed or moved breaks its chain and is an offence.
-Partitions that change hands are followed through all their owners (``journeys``).
+Partitions that change hands are followed through all their owners (``owners``).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from everstep.brain.job import Phase
 from everstep.errors import ConfigError
 from everstep.ids import Incarnation, LeaseNo, ShardKey, Slot
 from everstep.model.shard import ShardSchedule, shard_key, split_key
-from everstep.monitor.fingerprints import Prints, mix64, tile
+from everstep.monitor.fingerprints import Fingerprints, mix64, tile
 from everstep.monitor.journal_fold import JournalFold, JournalReader
-from everstep.monitor.ownership_audit import JourneyCheck
+from everstep.monitor.ownership_audit import OwnershipCheck
 from everstep.monitor.pslog import ALL, PartitionStint, PsLog, bits, read_log
 from everstep.monitor.report import AuditReport, Offence, Verdict
 from everstep.monitor.steps import check_steps, read_step_log
@@ -44,8 +44,10 @@ __all__ = ["AuditReport", "Offence", "PsLog", "audit", "check", "mix64", "read_l
 class _PsCheck:
     """Does all checks of one ps's log; offences go to ``report``."""
 
-    def __init__(self, fold: JournalFold, done: set[ShardKey], log: PsLog, report: AuditReport, prints: Prints) -> None:
-        self.fold, self.done, self.log, self.report, self.prints = fold, done, log, report, prints
+    def __init__(
+        self, fold: JournalFold, done: set[ShardKey], log: PsLog, report: AuditReport, sums: Fingerprints
+    ) -> None:
+        self.fold, self.done, self.log, self.report, self.fingerprints = fold, done, log, report, sums
         self.handovers = 0
         self.skipped: dict[tuple[int, int, int], int] = {}  # (shard, lo, hi) -> partitions
         self.left_out: dict[tuple[int, int, int], int] = {}  # the same, by the script's own doing
@@ -173,7 +175,7 @@ class _PsCheck:
         log = self.log
         if not len(log.owned):
             return
-        value = self.prints.pushes(log)
+        value = self.fingerprints.pushes(log)
         everywhere = np.r_[np.uint64(0), np.cumsum(np.where(log.partitions == ALL, value, 0), dtype=np.uint64)]
         some = np.flatnonzero((log.partitions != ALL) & (value != 0))
         extra = np.zeros(len(log.owned), np.uint64)
@@ -202,13 +204,13 @@ class _PsCheck:
         log = self.log
         total = np.uint64(0)
         for key in self.done:
-            total = np.uint64((int(total) + int(self.prints.whole(key))) % 2**64)
+            total = np.uint64((int(total) + int(self.fingerprints.whole(key))) % 2**64)
         expected = np.full(len(log.owned), total, np.uint64)
         is_done = np.isin(log.shard, np.fromiter(self.done, np.int64, len(self.done)))
         for i in np.flatnonzero(~is_done & ~log.skipped).tolist():
             expected[log.mask(int(log.partitions[i]))] += value[i]
         for i in np.flatnonzero(is_done & log.skipped).tolist():
-            expected[log.mask(int(log.partitions[i]))] -= self.prints.ranges(
+            expected[log.mask(int(log.partitions[i]))] -= self.fingerprints.ranges(
                 int(log.shard[i]), log.lo[i : i + 1], log.hi[i : i + 1]
             )[0]
         self.report.counts["fingerprints"] += len(found)
@@ -223,19 +225,19 @@ def check(fold: JournalFold, done: set[ShardKey], logs: Sequence[PsLog], run_dir
     """Audit the logs of all ps against what the journal says. ``done``: shards done before the logs were read
     (a running job: later ones may be newer than the logs)."""
     report = AuditReport(run_dir, counts={"cuts": 0, "fingerprints": 0})
-    prints = Prints(fold)
-    journeys: dict[int, list[PartitionStint]] = {}
+    fingerprints = Fingerprints(fold)
+    owners: dict[int, list[PartitionStint]] = {}
     for log in logs:
         for partition, stints in log.stints.items():
-            journeys.setdefault(partition, []).extend(stints)
+            owners.setdefault(partition, []).extend(stints)
     newest = {log.slot: log for log in sorted(logs, key=lambda log: log.life)}
     handovers, batches = 0, 0
     skipped: dict[tuple[int, int, int], int] = {}
     left_out: dict[tuple[int, int, int], int] = {}
     followed: set[int] = set()
     for log in logs:
-        plain = not log.moved and bool(log.stints) and all(len(journeys[b]) == 1 for b in log.stints)
-        one = _PsCheck(fold, done, log, report, prints)
+        plain = not log.moved and bool(log.stints) and all(len(owners[b]) == 1 for b in log.stints)
+        one = _PsCheck(fold, done, log, report, fingerprints)
         one.run(not plain)
         if not plain:
             followed |= set(log.stints)
@@ -244,15 +246,15 @@ def check(fold: JournalFold, done: set[ShardKey], logs: Sequence[PsLog], run_dir
         for found, all_found in ((one.skipped, skipped), (one.left_out, left_out)):
             for where, partitions in found.items():
                 all_found[where] = all_found.get(where, 0) + partitions
-    travelled = JourneyCheck(fold, done, report, prints, [*skipped, *left_out])
+    travelled = OwnershipCheck(fold, done, report, fingerprints, [*skipped, *left_out])
     for partition in sorted(followed):
-        travelled.run(partition, journeys[partition])
+        travelled.run(partition, owners[partition])
     travelled.close()
     handovers = max(handovers, travelled.handovers)
     for log in newest.values():
-        if fold.over and not log.closed and any(log in [s.log for s in journeys[b][-1:]] for b in log.stints):
+        if fold.over and not log.closed and any(log in [s.log for s in owners[b][-1:]] for b in log.stints):
             report.notes.append(f"{log.name} did not close its log: its final fingerprint is not checked")
-    _check_owners(fold, journeys, report, bool(done))
+    _check_owners(fold, owners, report, bool(done))
     _name_lost_machines(fold, logs, report)
     n_partitions = fold.partitions
     for (shard, lo, hi), partitions in sorted(skipped.items()):
@@ -284,12 +286,12 @@ def check(fold: JournalFold, done: set[ShardKey], logs: Sequence[PsLog], run_dir
 
 
 def _check_owners(
-    fold: JournalFold, journeys: dict[int, list[PartitionStint]], report: AuditReport, needed: bool
+    fold: JournalFold, owners: dict[int, list[PartitionStint]], report: AuditReport, needed: bool
 ) -> None:
     """Every partition of the placement has a log that speaks for it: that of its owner, unless it is on its way."""
     silent: dict[Slot, int] = {}
     for partition, slot in enumerate(fold.owner):
-        stints = journeys.get(partition)
+        stints = owners.get(partition)
         if needed and not stints:
             silent[slot] = silent.get(slot, 0) + 1
         elif partition in fold.brain.state.protection.missing:

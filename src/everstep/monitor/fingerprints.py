@@ -29,7 +29,7 @@ def _prefix(shard: int, start: int, stop: int) -> NDArray[np.uint64]:
     return out
 
 
-class Prints:
+class Fingerprints:
     """Computes fingerprints of ranges, keeping the prefix sums of the shard last asked for."""
 
     def __init__(self, fold: JournalFold) -> None:

@@ -228,7 +228,14 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("everstep_checkpoint_newest", "gauge", (), "Number of the newest checkpoint; 0: none.", "checkpoint.newest"),
     Metric("everstep_checkpoint_timestamp_seconds", "gauge", (), "When it was taken (since 1970).", "checkpoint.at"),
-    Metric("everstep_drills", "gauge", (), "Drills that run (everstep chaos).", "speed.drills[]"),
+    Metric(
+        "everstep_faults",
+        "gauge",
+        (),
+        "Faults on purpose that last (everstep chaos).",
+        "speed.faults[]",
+        formerly="everstep_drills",
+    ),
     Metric(
         "everstep_readings_dropped_total",
         "counter",

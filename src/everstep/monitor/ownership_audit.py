@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from everstep.ids import ShardKey
 from everstep.model.reasons import Arrival
-from everstep.monitor.fingerprints import Prints, tile
+from everstep.monitor.fingerprints import Fingerprints, tile
 from everstep.monitor.journal_fold import JournalFold
 from everstep.monitor.pslog import PartitionStint, PsLog
 from everstep.monitor.report import AuditReport, Offence
@@ -65,7 +65,7 @@ class _Counted:
         return int(self.value.sum(dtype=np.uint64))
 
 
-class JourneyCheck:
+class OwnershipCheck:
     """Checks ownership: ``run`` every partition that changed hands, then ``close``. ``skipped``: ranges that some ps
     logged as skipped."""
 
@@ -74,10 +74,10 @@ class JourneyCheck:
         fold: JournalFold,
         done: set[ShardKey],
         report: AuditReport,
-        prints: Prints,
+        fingerprints: Fingerprints,
         skipped: Iterable[tuple[int, int, int]],
     ) -> None:
-        self.fold, self.done, self.report, self.prints = fold, done, report, prints
+        self.fold, self.done, self.report, self.fingerprints = fold, done, report, fingerprints
         self.handovers = 0
         self._values: dict[int, NDArray[np.uint64]] = {}  # id of a log -> value of its pushes
         self._positions: dict[int, list[dict[int, int]]] = {}  # id of a log -> per cut: partition -> place
@@ -86,7 +86,7 @@ class JourneyCheck:
         self._skips: dict[int, list[tuple[int, int]]] = {}
         for shard, lo, hi in skipped:
             self._skips.setdefault(shard, []).append((lo, hi))
-        self._whole = sum(int(prints.whole(k)) for k in done) % _M64
+        self._whole = sum(int(fingerprints.whole(k)) for k in done) % _M64
         for name in ("taken", "void", "vouched"):
             report.counts.setdefault(name, 0)
 
@@ -163,7 +163,7 @@ class JourneyCheck:
         # Shards that came and went in a log's lost tail: the plan knows them, and only the sum can tell.
         here = set(counted.shard.tolist()) | set(marks)
         lost = [k for k in self.done - self.fold.resumed if k not in here and k not in again]
-        total = counted.print() + sum(int(self.prints.whole(k)) for k in lost)
+        total = counted.print() + sum(int(self.fingerprints.whole(k)) for k in lost)
         if lost and total % _M64 == took.fingerprint:
             self._vouch(counted, {}, lost, set(), False)
             return True
@@ -193,10 +193,10 @@ class JourneyCheck:
                 continue
             start = covered.get(shard, bounds[0])
             if start < mark:
-                value = int(self.prints.ranges(shard, np.array([start]), np.array([mark]))[0])
+                value = int(self.fingerprints.ranges(shard, np.array([start]), np.array([mark]))[0])
                 for lo, hi in self._skips.get(shard, ()):
                     if start <= lo and hi <= mark:
-                        value -= int(self.prints.ranges(shard, np.array([lo]), np.array([hi]))[0])
+                        value -= int(self.fingerprints.ranges(shard, np.array([lo]), np.array([hi]))[0])
                 added.append((shard, start, mark, value % _M64))
         if not added:
             return
@@ -230,7 +230,7 @@ class JourneyCheck:
         """Return the fingerprint of each push of a log, 0 where it was skipped."""
         found = self._values.get(id(log))
         if found is None:
-            found = self._values[id(log)] = self.prints.pushes(log)
+            found = self._values[id(log)] = self.fingerprints.pushes(log)
             self.report.counts["cuts"] += len(log.cuts)
         return found
 
@@ -272,7 +272,7 @@ class JourneyCheck:
         expected = self._whole + int(counted.value[~is_done].sum(dtype=np.uint64))
         for r in np.flatnonzero(is_done & (counted.skipped | (counted.lease == 0))).tolist():
             lo, hi = counted.lo[r : r + 1], counted.hi[r : r + 1]
-            expected += int(counted.value[r]) - int(self.prints.ranges(int(counted.shard[r]), lo, hi)[0])
+            expected += int(counted.value[r]) - int(self.fingerprints.ranges(int(counted.shard[r]), lo, hi)[0])
         self.report.counts["fingerprints"] += 1
         if int(log.cuts[-1].found[place]) != expected % _M64:
             detail = "the final fingerprint is not that of the plan"

@@ -1,4 +1,4 @@
-"""Says what a drill does and when: schedules in files, and recorded slowdowns of real clusters. Pure.
+"""Says which faults are made when: schedules in files, and recorded slowdowns of real clusters. Pure.
 
 A schedule has a line for each thing, ``SECONDS, WHAT``; ``#`` begins a comment:
 

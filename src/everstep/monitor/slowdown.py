@@ -16,7 +16,7 @@ FOR_MAX_S = 7 * 86_400.0
 PAUSE_MAX_S = 300.0  # of one wait: a member that was told nonsense stays within reach
 
 
-class Drag:
+class Slowdown:
     """``order`` comes from any thread; ``pause`` from the threads that work. ``burn``: compute instead of sleeping, so
     that others on this machine feel it, too."""
 
@@ -30,7 +30,7 @@ class Drag:
         self.slept_s = 0.0
 
     def __repr__(self) -> str:
-        return f"<Drag x{self._factor:g}{' burning' if self._burn else ''}>" if self.on else "<Drag off>"
+        return f"<Slowdown x{self._factor:g}{' burning' if self._burn else ''}>" if self.on else "<Slowdown off>"
 
     def order(self, factor: float, for_s: float, burn: bool = False) -> None:
         """Be, from now on, ``factor`` (>= 1) times slower for ``for_s`` seconds. A factor of 1, no time or nonsense:

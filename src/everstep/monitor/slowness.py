@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from everstep.model.job_view import Judged, RunningDrill
+from everstep.model.job_view import Judged, RunningFault
 from everstep.model.member import Role
 from everstep.model.observation import Observations, ServerSeen, WorkerSeen
 from everstep.monitor.stepclock import NEWS
@@ -26,15 +26,15 @@ _WAITING = {
 }
 
 
-def drill_words(drill: RunningDrill, at: float) -> str:
-    """Return a drill in words: ``4 times slower for 30 s more``; ``at``: now, seconds."""
-    what = f"{drill.factor:g} times slower" if drill.what == "slow" else "stopped"
-    return f"{what} for {drill.until - at:.0f} s more"
+def fault_words(fault: RunningFault, at: float) -> str:
+    """Return a fault in words: ``4 times slower for 30 s more``; ``at``: now, seconds."""
+    what = f"{fault.factor:g} times slower" if fault.what == "slow" else "stopped"
+    return f"{what} for {fault.until - at:.0f} s more"
 
 
-def judge(seen: Observations, drills: Iterable[tuple[str, str]] = ()) -> list[Judged]:
-    """Judge everybody, slowest first. ``drills``: (member, words) of those that run."""
-    told = dict(drills)
+def judge(seen: Observations, faults: Iterable[tuple[str, str]] = ()) -> list[Judged]:
+    """Judge everybody, slowest first. ``faults``: (member, words) of those that last."""
+    told = dict(faults)
     found: list[Judged] = []
     # of the long window where a step takes longer than the short one: so policies see it, too
     paces = {w.slot: w.short.per_sample_s or w.long.per_sample_s for w in seen.workers}
@@ -82,7 +82,7 @@ def _judge(
     elif slowness >= NOTICED:
         words = [f"{what} {slowness:.1f}x the median of its class", *words]
     if member in told:
-        words.append(f"drill: {told[member]}")
+        words.append(f"fault: {told[member]}")
     return Judged(member, slowness, seconds, ", ".join(words), role, m.slot)
 
 

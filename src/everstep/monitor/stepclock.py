@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from everstep.monitor.slowdown import Drag
+from everstep.monitor.slowdown import Slowdown
 
 OUTSIDE: Final = 0  # not in the loop
 DATA: Final = 1  # waiting for the next batch
@@ -41,8 +41,21 @@ class StepClock:
     """Measures phases: one thread switches; others read. Counters only grow, as long as the process lives."""
 
     __slots__ = (
-        "_at", "_compute_ns", "_new", "_now", "_ns", "_phase", "_recent", "_told_s", "_under_way", "aside", "batch",
-        "drag", "samples", "steps", "touched",
+        "_at",
+        "_compute_ns",
+        "_new",
+        "_now",
+        "_ns",
+        "_phase",
+        "_recent",
+        "_told_s",
+        "_under_way",
+        "aside",
+        "batch",
+        "samples",
+        "slowdown",
+        "steps",
+        "touched",
     )  # fmt: skip
 
     def __init__(self, now: Callable[[], int] = time.perf_counter_ns) -> None:
@@ -58,7 +71,7 @@ class StepClock:
         self.samples = self.steps = self.batch = 0
         self.aside = 0  # evaluations that the thread is in
         self.touched = self._at  # when the script last called the job
-        self.drag = Drag()
+        self.slowdown = Slowdown()
 
     def __repr__(self) -> str:
         return f"<StepClock {PHASES[self._phase]} after {self.samples} samples>"
@@ -103,10 +116,10 @@ class StepClock:
             self.switch(BACKWARD)
 
     def computed(self, samples: int) -> None:
-        """The thread has done its own compute of ``samples`` more; what a drill adds to it is waited here."""
+        """The thread has done its own compute of ``samples`` more; what a slowdown adds to it is waited here."""
         own_ns = self._own()
-        if self.drag.on:
-            self.drag.pause(own_ns * 1e-9)
+        if self.slowdown.on:
+            self.slowdown.pause(own_ns * 1e-9)
             own_ns = self._own()
         self._compute_ns += own_ns
         self.steps += 1

@@ -25,7 +25,7 @@ from everstep.model.job_view import (
     PlanView,
     ProcessCounters,
     ProtectionView,
-    RunningDrill,
+    RunningFault,
     ShardsView,
     ShownState,
     SpeedView,
@@ -34,7 +34,7 @@ from everstep.model.job_view import (
 )
 from everstep.model.member import MemberKey, Role
 from everstep.model.observation import Observations, ServerSeen, WorkerSeen
-from everstep.monitor.slowness import drill_words, judge
+from everstep.monitor.slowness import fault_words, judge
 from everstep.policies.node_selection import HOME_NODE
 from everstep.policies.waits import max_wait_s
 
@@ -324,17 +324,17 @@ def make_speed_view(
     seen: Observations,
     newest: Callable[[str, int], Mapping[str, float]],
     dropped: Mapping[str, int],
-    drills: tuple[RunningDrill, ...],
+    faults: tuple[RunningFault, ...],
 ) -> SpeedView:
     """Return how fast members are; ``newest(member, incarnation)``: the last good readings of a process, {}: none."""
     up: list[tuple[Role, WorkerSeen | ServerSeen]] = [(Role.WORKER, w) for w in seen.workers]
     up += [(Role.PS, s) for s in seen.servers]
     return SpeedView(
         seen=seen,
-        judged=tuple(judge(seen, [(d.target, drill_words(d, seen.at)) for d in drills])),
+        judged=tuple(judge(seen, [(d.target, fault_words(d, seen.at)) for d in faults])),
         counters=tuple(process_counters(role, m.slot, newest(str(m), m.incarnation)) for role, m in up),
         dropped=dict(dropped),
-        drills=drills,
+        faults=faults,
     )
 
 

@@ -102,7 +102,7 @@ class GetStatus(Query, frozen=True, tag="get_status"):
     speed: bool = False
 
 
-class Drill(Query, frozen=True, tag="drill"):
+class FaultAsked(Query, frozen=True, tag="drill"):
     """From ``everstep chaos``: do something bad to ``target`` ("worker:1"; "" with ``heal``: to all).
 
     ``what``: ``slow`` (``factor`` times, for ``for_s`` seconds; ``burn``: by computing instead of sleeping), ``kill``
@@ -127,7 +127,7 @@ class ClockReported(Query, frozen=True, tag="tell_place"):
 
 
 QueryType = (
-    Beat | ValuesReported | GetStatus | GetSpec | Drill | StoreSet | StoreGet | ClockReported | StackTaken | MayEnd
+    Beat | ValuesReported | GetStatus | GetSpec | FaultAsked | StoreSet | StoreGet | ClockReported | StackTaken | MayEnd
 )
 """Requests that are answered from what the master knows, or that it keeps in memory: none becomes an event."""
 
@@ -185,8 +185,8 @@ class TakeReplica(Order, frozen=True, tag="take_replica"):
     idle: bool = False  # write it in idle slots of the steps: nobody waits for it
 
 
-class Slow(Order, frozen=True, tag="slow"):
-    """Tells a worker or ps, in a drill, to be ``factor`` times slower for ``for_s`` s; 1.0: as ever. See
+class SlowDown(Order, frozen=True, tag="slow"):
+    """Tells a worker or ps, in a fault on purpose, to be ``factor`` times slower for ``for_s`` s; 1.0: as ever. See
     monitor/slowdown.py."""
 
     factor: float
@@ -194,9 +194,9 @@ class Slow(Order, frozen=True, tag="slow"):
     burn: bool = False
 
 
-class Hit(Order, frozen=True, tag="hit"):
-    """Tells an agent, in a drill, to SIGKILL this process, or SIGSTOP it and SIGCONT it after ``stop_s`` (``what``
-    "stop"), or SIGCONT it now ("go")."""
+class SignalProcess(Order, frozen=True, tag="hit"):
+    """Tells an agent, in a fault on purpose, to SIGKILL this process, or SIGSTOP it and SIGCONT it after ``stop_s``
+    (``what`` "stop"), or SIGCONT it now ("go")."""
 
     role: Role
     slot: Slot
@@ -231,8 +231,8 @@ OrderType = (
     | Note
     | TakeSnapshots
     | TakeReplica
-    | Slow
-    | Hit
+    | SlowDown
+    | SignalProcess
     | TakeStack
 )
 """What the brain wants goes to whom it is about as it is: an instruction is the order."""

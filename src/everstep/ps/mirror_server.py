@@ -488,7 +488,7 @@ class MirrorServer:
     def _link(self, peer: _Peer) -> None:
         assert self._connect is not None
         peer.link, peer.told = self._connect(peer.place), set()
-        # A death that a drill wants between two messages is counted in Python.
+        # A death that a fault point wants between two messages is counted in Python.
         fd = -1 if faultpoints.armed("ps", self._slot) else peer.link.plain_fd
         self.streams.native.link(peer.key, fd, 0)
 

@@ -45,7 +45,7 @@ from everstep.monitor.process_readings import ProcessReadings
 from everstep.net.auth import Identity, load_secret
 from everstep.net.control import ControlClient
 from everstep.net.data import DataClient, DataServer
-from everstep.net.messages import Answered, Beat, OrderType, Slow, TakeSnapshots
+from everstep.net.messages import Answered, Beat, OrderType, SlowDown, TakeSnapshots
 from everstep.net.rendezvous import SECRET_FILE, master_address, ps_socket
 from everstep.net.retry import StoppedError, retry
 from everstep.net.sockets import listen_tcp, listen_unix
@@ -252,8 +252,8 @@ class PsProcess:
             case TakeSnapshots(checkpoint=checkpoint, since=since, url=url):
                 partitions = self.service.mirrors.machine.serving
                 self.snapshots.take(checkpoint, since, url, partitions, self._snapshots_written)
-            case Slow(factor=factor, for_s=for_s, burn=burn):
-                self.service.drag.order(factor, for_s, burn)
+            case SlowDown(factor=factor, for_s=for_s, burn=burn):
+                self.service.slowdown.order(factor, for_s, burn)
             case FinishJob():
                 self.stop()
 

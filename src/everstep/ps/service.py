@@ -43,7 +43,7 @@ from everstep.monitor.records import (
     ReleasedRecord,
     audit_header,
 )
-from everstep.monitor.slowdown import Drag
+from everstep.monitor.slowdown import Slowdown
 from everstep.native import PushResult, Recovering, Store, _native, bitmap_partitions, unique_route
 from everstep.net.log import LineLimit
 from everstep.net.messages import (
@@ -153,7 +153,7 @@ class PsService:
         self._limit = LineLimit()
         self.load_of = PartitionLoad(store.n_partitions)
         self.meter = Meter()
-        self.drag = Drag()
+        self.slowdown = Slowdown()
         self.mirrors = MirrorServer(store, slot, incarnation, self._gate, self._inbox, self._carry_out, self._fail)
 
     @classmethod
@@ -336,8 +336,8 @@ class PsService:
             self._log.close()
 
     def _log_cut(self, kind: type[CutRecord] | type[FinalCutRecord]) -> None:
-        prints = self.store.fingerprints()[self._owned].astype("<u8").tobytes()
-        self._append(lambda seq, at: kind(seq, prints, at))
+        fingerprints = self.store.fingerprints()[self._owned].astype("<u8").tobytes()
+        self._append(lambda seq, at: kind(seq, fingerprints, at))
 
     def _append(self, record: Callable[[int, float], AuditRecord]) -> None:
         assert self._log is not None
@@ -363,7 +363,7 @@ class PsService:
 
     @property
     def follows(self) -> bool:
-        """Not in a drill: a death between two steps of ``handle`` is counted in Python."""
+        """Not with fault points: a death between two steps of ``handle`` is counted in Python."""
         return not faultpoints.armed("ps", self.slot)
 
     def follow(self, fd: int, ahead: bytes) -> _native.Follower:
@@ -378,7 +378,7 @@ class PsService:
         """
         if self.failure:
             return Bad(self.failure), []
-        began, cpu_s = time.perf_counter(), time.thread_time() if self.drag.on else 0.0
+        began, cpu_s = time.perf_counter(), time.thread_time() if self.slowdown.on else 0.0
         reply: Reply | None = None
         try:
             reply = self._answer(request, body, arena)
@@ -391,9 +391,9 @@ class PsService:
             return Bad("this parameter server is out of memory"), []
         finally:
             own_s = self.meter.own(time.perf_counter() - began)
-            if self.drag.on and cpu_s and isinstance(request, Pull | Push):  # a drill
+            if self.slowdown.on and cpu_s and isinstance(request, Pull | Push):  # a slowdown on purpose
                 # (of its work: a machine that is busy with other things would be made slow many times over)
-                own_s += self.drag.pause(time.thread_time() - cpu_s)
+                own_s += self.slowdown.pause(time.thread_time() - cpu_s)
             if reply is not None and isinstance(request, Pull | Push) and isinstance(reply[0], Pulled | Pushed):
                 size = sum(part.n * (8 + 4 * self.store.dim(part.table)) for part in request.parts)
                 held_s = time.perf_counter() - began

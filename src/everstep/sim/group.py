@@ -191,7 +191,7 @@ MASK = (1 << 64) - 1
 
 
 @lru_cache(maxsize=64)  # every member of a group asks for the same
-def prints(epoch: int, lo: int, hi: int) -> int:
+def range_fingerprint(epoch: int, lo: int, hi: int) -> int:
     """Return what training these positions adds to a state's print, in whatever steps."""
     return sum(hash((epoch, position)) & MASK for position in range(lo, hi))
 
@@ -376,8 +376,8 @@ class GroupAgent(SimAgent):
 
 
 class GroupWorker(Child):
-    """Does what ``allreduce.session`` does, driven by events. ``chain``, ``print``: of the state: of the steps that
-    made it, and of the samples that are in it, whatever the steps."""
+    """Does what ``allreduce.session`` does, driven by events. ``chain``, ``fingerprint``: of the state: of the steps
+    that made it, and of the samples that are in it, whatever the steps."""
 
     tell_s = TELL_S
     says_met: bool | None = None
@@ -392,7 +392,7 @@ class GroupWorker(Child):
         self.incarnation = incarnation
         self.machine = sim.machine_class(slot, incarnation)
         self.commits = Commits()
-        self.mark, self.chain, self.print, self.has_state = Mark(), 0, 0, False
+        self.mark, self.chain, self.fingerprint, self.has_state = Mark(), 0, 0, False
         self.origin: int | None = None
         self.rings: dict[int, Ring] = {}  # ready, by generation
         self.rank = self.told_to = -1
@@ -491,7 +491,7 @@ class GroupWorker(Child):
         number, self.save, self.writing = self.save, 0, self.save
         self.copies += 1
         path = f"images/{number:06d}/replica-{self.key.slot}.{self.incarnation}-{self.copies}.rep"
-        self.gsim.states[path] = self.mark, self.chain, self.print
+        self.gsim.states[path] = self.mark, self.chain, self.fingerprint
         snapshot = ReplicaCopy(mark=self.mark, file=CheckpointFile(path, 1, ""), origin=self.origin or 0, parameters=1)
         self.later(0.02 + 0.3 * self.kernel.random(), self.written, number, snapshot)
 
@@ -610,7 +610,7 @@ class GroupWorker(Child):
             if source is not None and source.has_state and self.net.reaches(self, source):
                 if source.paused_until > self.kernel.now:
                     continue
-                self.mark, self.chain, self.print = source.mark, source.chain, source.print
+                self.mark, self.chain, self.fingerprint = source.mark, source.chain, source.fingerprint
                 self.has_state, self.origin = True, source.origin
                 self.synced = self.machine.newest.generation if self.machine.newest is not None else 0
                 if self.trained():
@@ -687,7 +687,7 @@ class GroupWorker(Child):
         elif not self.met:
             if self.origin is not None and self.origin != group.origin:
                 self.has_state = False
-            self.post("agree", (self.mark if self.has_state else None, self.chain, self.print))
+            self.post("agree", (self.mark if self.has_state else None, self.chain, self.fingerprint))
         elif self.save:
             self.copy()
             self.pump()
@@ -787,7 +787,7 @@ class GroupWorker(Child):
         self.gsim.applies(self.origin, c)
         before, self.chain = self.chain, hash((self.chain, c.first, c.epoch, c.lo, c.hi))
         self.gsim.history[self.chain] = before, c
-        self.print = (self.print + prints(c.epoch, c.lo, c.hi)) & MASK
+        self.fingerprint = (self.fingerprint + range_fingerprint(c.epoch, c.lo, c.hi)) & MASK
         self.mark = Mark(c.first + 1, 0, c.epoch, c.hi)
         self.commits.done(c)
         if self.machine.present is not None and self.machine.present.size == 1:
@@ -797,17 +797,17 @@ class GroupWorker(Child):
         group = self.machine.present
         assert group is not None
         if values[0] is None:
-            self.mark, self.chain, self.print, self.has_state = group.begin, 0, 0, True
+            self.mark, self.chain, self.fingerprint, self.has_state = group.begin, 0, 0, True
             if group.restore:
                 found = self.gsim.manifests[group.restore].replica
                 assert found is not None
-                mark, self.chain, self.print = self.gsim.states[found.file.path]
+                mark, self.chain, self.fingerprint = self.gsim.states[found.file.path]
                 if mark.step != group.begin.step:
                     raise Violation(f"{group} begins at {group.begin}, but its checkpoint is at {mark}")
             elif group.begin != Mark():
                 raise Violation(f"{group} begins at {group.begin}, and there is no checkpoint")
         else:
-            self.mark, self.chain, self.print = values[0]
+            self.mark, self.chain, self.fingerprint = values[0]
             self.has_state = True
         if self.origin != group.origin:
             self.settled = 0
@@ -1089,11 +1089,11 @@ class GroupSimulation(Simulation):
     def saves(self, worker: GroupWorker) -> None:
         """The chief saves the result, and comes to the end of its script."""
         assert worker.origin is not None
-        self.saved.append((worker.origin, worker.mark.step, worker.print))
+        self.saved.append((worker.origin, worker.mark.step, worker.fingerprint))
 
     def finished(self, worker: GroupWorker) -> None:
         if worker.has_state and worker.origin is not None:
-            self.ended_well.append((worker.origin, worker.mark.step, worker.print))
+            self.ended_well.append((worker.origin, worker.mark.step, worker.fingerprint))
             self.ended_with.append((worker.origin, worker.chain))
 
     # ------------------------------------------------------------ faults
@@ -1240,7 +1240,7 @@ class GroupSimulation(Simulation):
         report = check_steps(fold, [self.plan], logs, "", True)
         if not report.ok:
             raise Violation(report.text())
-        whole = sum(prints(epoch, 0, scenario.samples) for epoch in range(scenario.epochs)) & MASK
+        whole = sum(range_fingerprint(epoch, 0, scenario.samples) for epoch in range(scenario.epochs)) & MASK
         ended = [(step, found) for origin, step, found in self.ended_well if origin == groups.origin]
         if not ended:  # (of a line before: its end was lost with its agent)
             raise Violation("nobody ended with the trained state")

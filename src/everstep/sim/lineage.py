@@ -166,8 +166,8 @@ class Lineage(Truth):
             raise Violation(f"{name}, ends before {log[-1].seq}")
         if not what.absent and what.content != self.content[partition]:
             raise Violation(f"{name}, holds other samples than were applied to it")
-        prints = sum(batch_fingerprint(c.shard, c.lo, c.hi) for c in log if c.lo >= 0) + self.bases.get(partition, 0)
-        if what.ledger.fingerprint != prints & _MASK:
+        total = sum(batch_fingerprint(c.shard, c.lo, c.hi) for c in log if c.lo >= 0) + self.bases.get(partition, 0)
+        if what.ledger.fingerprint != total & _MASK:
             raise Violation(f"{name}, has another fingerprint than what was applied to it")
         for shard, (mark, fence) in what.ledger.shards.items():
             key = ShardKey(shard)

@@ -229,7 +229,7 @@ class MirrorPs(Child):
         self.moved_on()
 
     def tear(self, mirror: int) -> None:
-        self.machine.tear(mirror, "a drill")
+        self.machine.tear(mirror, "chaos")
         self.moved_on()
 
     # ------------------------------------------------------------ other ps

@@ -536,21 +536,21 @@ class Simulation:
             self.heal()
         kernel.stopped = False
         kernel.run(kernel.now + 3.0)
-        prints: dict[int, int] = {}
+        fingerprints: dict[int, int] = {}
         lives = {p.slot: self.lives[p.slot, p.incarnation] for p in placement.servers}
         for b, slot in enumerate(placement.owner):
             partition, ps = PartitionId(b), lives.get(slot)
             if ps is None or not ps.machine.serves(partition):
                 raise Violation(f"bucket {b} is not served by ps:{slot} at the end: {self.where()} {self.stuck}")
             self.truth.at_rest(partition, ps.store.partitions[partition])
-            prints[b] = ps.store.partitions[partition].ledger.fingerprint
+            fingerprints[b] = ps.store.partitions[partition].ledger.fingerprint
         self.check_apart()
         for mirror in placement.mirrors:
             ps = lives.get(mirror.at)
             if ps is None or not ps.alive or mirror.id not in ps.machine.complete:
                 continue  # who died unnoticed shortly before the end has what it had then
             ps.store.check_mirror(mirror.id, {b: lives[placement.owner[b]].store.partitions[b] for b in mirror.members})
-        return prints
+        return fingerprints
 
     def kill_again(self) -> None:
         if not self.healed:

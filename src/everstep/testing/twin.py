@@ -635,7 +635,7 @@ class TwinStore:
         self._check_room([(spec, at, keys) for spec, at, keys, _, _ in work])
         self._pushes += 1
         before = {b: [self._marks(b).get(s) for s in shards] for b in self.ledger.partitions}
-        prints = {b: ledger.fingerprint for b, ledger in self.ledger.partitions.items()}
+        fingerprints = {b: ledger.fingerprint for b, ledger in self.ledger.partitions.items()}
         done = self.ledger.push(shard, lo, hi, lease, partitions, skipped, more)
         for b, marks in before.items():
             after = [self._marks(b).get(s) for s in shards]
@@ -650,7 +650,7 @@ class TwinStore:
             if applied:
                 held = self._held[b]
                 here = [(spec, [k for k, x in zip(keys, at, strict=True) if x == b]) for spec, at, keys, _, _ in work]
-                self._make_room(b, here, prints[b])
+                self._make_room(b, here, fingerprints[b])
                 held.clock += 1
                 for spec, at, keys, grads, rate in work:
                     pushed = [(keys[i], grads[i]) for i in range(len(keys)) if at[i] == b]

@@ -97,8 +97,8 @@ class Journey(Run):
                 self.apply(life, worker, lease, low, high)
 
     def cut_life(self, life: Life, kind: type[CutRecord] | type[FinalCutRecord] = CutRecord) -> None:
-        prints = np.array([b.fingerprint for b in self.lives[life].partitions.values()], np.uint64).tobytes()
-        self.logs[life].append(kind(len(self.logs[life]), prints))
+        fingerprints = np.array([b.fingerprint for b in self.lives[life].partitions.values()], np.uint64).tobytes()
+        self.logs[life].append(kind(len(self.logs[life]), fingerprints))
 
     def copy(self, life: Life, partition: int) -> PartitionLedger:
         return copy.deepcopy(self.lives[life].partitions[partition])
