@@ -14,8 +14,8 @@ import torch
 from everstep.allreduce.gradient_buckets import BucketLayout
 from everstep.allreduce.leader import FollowerSession, LeaderSession
 from everstep.allreduce.replica_group import Full, GradientsReduced, Over, Unit, Voted, split
-from everstep.allreduce.sharded import mapped, shared_buckets
 from everstep.allreduce.step import StepAttempt
+from everstep.allreduce.unit_reducer import mapped, shared_buckets
 from everstep.errors import ConfigError, InternalError, PlatformError
 from everstep.model.group import Micro
 

@@ -598,7 +598,7 @@ class Agent:
             error=str(error_path(self.run_dir, entry.slot)),
             cwd=str(Path.cwd()),
             threads=threads,
-            processes=self.spec.processes_per_worker,
+            processes=self.spec.worker_processes,
         )
         try:
             self._template.fork(request)
@@ -612,7 +612,7 @@ class Agent:
         if pinned.isdigit() and int(pinned) > 0:
             return int(pinned)
         workers = max(1, self.worker_places or self.spec.workers)
-        return max(1, len(os.sched_getaffinity(0)) // (workers * self.spec.processes_per_worker))
+        return max(1, len(os.sched_getaffinity(0)) // (workers * self.spec.worker_processes))
 
     def _forked(self, packet: Forked) -> None:
         entry = self._running.get((Role.WORKER, Slot(packet.slot)))

@@ -152,6 +152,8 @@ class Gaps:
 class GroupEngine:
     """See the top of this file. The public attributes are read by anyone; all else is the script's thread's."""
 
+    sharded = False  # the models are, over the processes of this worker (FSDP2)
+
     def __init__(self, spec: JobSpec, slot: int, alone: bool) -> None:
         """Take ``alone``: embedded in a single process, which computes exactly what plain PyTorch does."""
         self.spec, self.slot, self.alone = spec, slot, alone
@@ -168,7 +170,6 @@ class GroupEngine:
         self.tables: PlacedTables | None = None
         self.registered = 0  # loops begun
         self.unit = Unit(0, 1, [])  # the processes of this worker
-        self.sharded = False  # the models are, over them
         self._saved = SavedScript(self.inner, self.tracked)
         self.several = False  # iterations of several rounds were seen
         self._leaving_loop = False
@@ -261,7 +262,7 @@ class GroupEngine:
             "skipped": float(self.skipped),
             "wait_fraction": self._wait_s / spent_s if spent_s else 0.0,
             "step": float(self.step_number),
-            "memory_batch": float(self._largest_batch * self.unit.size),
+            "memory_batch": float(self._largest_batch * self.spread),
             **self.clock.readings(),
             **self._process.readings(),
         }
@@ -347,15 +348,27 @@ class GroupEngine:
             self._reducer.close()
         trained, labels = [p for _, p in params], [n for n, _ in params]
         before = self._reducer
-        if self.sharded:
-            self._reducer = ShardedReducer(trained, labels, self.models, self._backward_over, self.unit)
-        else:
-            self._reducer = Reducer(trained, labels, self.models, self.spec.logical_workers, self._backward_over)
+        self._reducer = self._make_reducer(trained, labels)
         self._reducer.clock = self.clock
         self._reducer.sweeps = self.tables is None
-        self._reducer.sums = not (self.spec.logical_workers or self.sharded)
+        self._reducer.sums = not (self.spec.logical_workers or self.divided)
         if before is not None:
             self._reducer.follow(before)
+
+    @property
+    def divided(self) -> bool:
+        """Return whether a process has a part of the models only."""
+        return self.sharded
+
+    @property
+    def spread(self) -> int:
+        """Return over how many processes the samples of a worker are spread."""
+        return self.unit.size
+
+    def _make_reducer(self, params: list[nn.Parameter], names: list[str]) -> Reducer:
+        if self.sharded:
+            return ShardedReducer(params, names, self.models, self._backward_over, self.unit)
+        return Reducer(params, names, self.models, self.spec.logical_workers, self._backward_over)
 
     def _check_devices(self) -> None:
         devices = {p.device for p in self._params}
@@ -413,7 +426,7 @@ class GroupEngine:
                 "is computed at once, or its bits would be others; use a smaller batch_size, and more logical workers"
             )
         self.loader_batch, self._largest_batch = loader.batch_size, largest
-        looks = 0 if self.alone or self.sharded else OUTSIDE_STEPS
+        looks = 0 if self.alone or self.divided else OUTSIDE_STEPS
         streams = None if self.alone and not self.spec.logical_workers else LoopStreams()
         reader = self._reader = AheadReader(loader.read, ahead=not self.alone)
         enumerated = Enumerated(sys._getframe())
@@ -431,7 +444,7 @@ class GroupEngine:
             session.enter(dataset, until_epoch, plan, loader.batch_size, largest)
             for optimizer in self.optimizers:
                 optimizer._share()  # a state that was copied into the inner ones may have replaced their groups
-            if not self.sharded:
+            if not self.divided:
                 session.before_end = self._average_late
             while (step := self._next(session)) is not None:
                 self._begin(step)
@@ -621,7 +634,7 @@ class GroupEngine:
             if self.registered <= 1:
                 self._loop_begin = 0
             else:  # a worker that joined in a later loop: the steps before it were as large
-                total = step.total if step.hi < samples else self.loader_batch * self.unit.size * step.size
+                total = step.total if step.hi < samples else self.loader_batch * self.spread * step.size
                 before = (step.epoch - first_epoch) * -(-samples // total) + -(-step.lo // total)
                 self._loop_begin = step.number - before
         return step.number - self._loop_begin

@@ -34,7 +34,7 @@ from everstep.allreduce.serialize import Packed
 from everstep.allreduce.state import ReplicaState
 from everstep.allreduce.step import BehindLoop, LeaveJob, StepAttempt, VoteOutcome
 from everstep.errors import EverstepError, InternalError
-from everstep.model.group import Group
+from everstep.model.group import Group, Micro
 from everstep.model.shard import ShardSchedule
 
 _HALF = 1 << 63
@@ -63,7 +63,11 @@ class UnitState(ReplicaState):
         with self.unit.ordered(LoadState(len(packed.header), packed.body.numel(), what)):
             self.unit.share(torch.frombuffer(bytearray(packed.header), dtype=torch.uint8))
             self.unit.share(packed.body)
-            super().load(packed, what)
+            self._load(packed, what)
+
+    def _load(self, packed: Packed, what: str) -> None:
+        """Load what all processes have got."""
+        super().load(packed, what)
 
     def digest(self) -> int:
         with self.unit.ordered(ReadOut("digest")):
@@ -82,10 +86,12 @@ class UnitState(ReplicaState):
 
 
 class LeaderSession:
-    """See the top of this file. ``inner``: the group's session (``allreduce.session.Session``)."""
+    """See the top of this file. ``inner``: the group's session (``allreduce.session.Session``). ``spread``: over how
+    many processes the samples of a step are spread; 1: all of them have the same ones."""
 
-    def __init__(self, inner: Any, unit: Unit) -> None:
+    def __init__(self, inner: Any, unit: Unit, spread: int = 0) -> None:
         self.inner, self.unit = inner, unit
+        self._spread = spread or unit.size
         self._left = False
         self.before_end: Callable[[Any], None] | None = None  # (of models that are not sharded)
 
@@ -102,7 +108,7 @@ class LeaderSession:
         """There is none."""
 
     def enter(self, dataset: int, until_epoch: int, plan: ShardSchedule, batch_samples: int, largest: int = 0) -> None:
-        size = self.unit.size  # (``largest`` is of each process)
+        size = self._spread  # (``largest`` is of each process)
         self.inner.enter(dataset, until_epoch, plan, batch_samples * size, largest * size)
 
     def begin(self) -> StepAttempt | None:
@@ -120,9 +126,12 @@ class LeaderSession:
             return None
         unit.chief = self.inner.runtime.slot == 0  # (who stands in for it is asked for where the loop is over)
         for follower in unit.followers:
-            micros = tuple(split(m, follower, unit.size) for m in step.micros)
+            micros = tuple(self._part(m, follower) for m in step.micros)
             unit.tell(follower, Train(step.work(micros), unit.chief))
-        return replace(step, micros=tuple(split(m, 0, unit.size) for m in step.micros))
+        return replace(step, micros=tuple(self._part(m, 0) for m in step.micros))
+
+    def _part(self, micro: Micro, process: int) -> Micro:
+        return micro if self._spread == 1 else split(micro, process, self._spread)
 
     def vote(self, step: StepAttempt, digest: int, nonfinite: bool, state: int = 0) -> VoteOutcome:
         outcome: VoteOutcome = self.inner.vote(step, digest, nonfinite, state)

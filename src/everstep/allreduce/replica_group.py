@@ -107,7 +107,15 @@ class Summed(msgspec.Struct, frozen=True, tag="summed"):
     digest: int
 
 
-Message = Train | Over | Leave | ReadOut | LoadState | Sum | GradientsReduced | Voted | Full | Summed
+class Part(msgspec.Struct, frozen=True, tag="part"):
+    """From a follower: what it has of the state, packed, in memory that comes along: the header, and the body behind
+    it."""
+
+    header_bytes: int
+    body_bytes: int
+
+
+Message = Train | Over | Leave | ReadOut | LoadState | Sum | GradientsReduced | Voted | Full | Summed | Part
 M = TypeVar("M", bound=Message)
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
@@ -182,6 +190,13 @@ class Unit:
         if not isinstance(message, Full):
             raise InternalError(f"process {follower} of this worker says {message!r} at the end of backward")
         return message, fds[0] if fds else None
+
+    def hear_part(self, follower: int) -> tuple[Part, int]:
+        """Of the leader: a follower's part of the state."""
+        message, fds = self._receive(follower)
+        if not isinstance(message, Part) or len(fds) != 1:
+            raise InternalError(f"process {follower} of this worker says {message!r} for its part of the state")
+        return message, fds[0]
 
     @contextmanager
     def ordered(self, message: Message) -> Iterator[None]:

@@ -11,11 +11,9 @@ it is the whole one: the same state, whatever number of processes a worker has.
 
 from __future__ import annotations
 
-import mmap
-import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,21 +21,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from everstep.allreduce.collective import CollectiveError
 from everstep.allreduce.dtensor import local, settle, sharded_as
-from everstep.allreduce.gradient_buckets import BucketLayout, GradientBuckets, digest, join_digests
-from everstep.allreduce.reducer import ReducedStep as ReducedHere
-from everstep.allreduce.reducer import Reducer
-from everstep.allreduce.replica_group import Full, GradientsReduced, Unit
-from everstep.allreduce.step import StepAttempt
+from everstep.allreduce.replica_group import Unit
+from everstep.allreduce.unit_reducer import UnitReducer
 from everstep.errors import ScriptError
 from everstep.model.group import Micro
-
-_ALIGN_BYTES: Final = 64
-_NO_ROUND: Final = -1  # in the place of a tail: a follower is at the end of its iteration
-_DTYPES: Final = {
-    str(d).removeprefix("torch."): d for d in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-}
 
 
 def check_model(model: nn.Module, unit: Unit, mesh: Any) -> bool:
@@ -61,38 +49,6 @@ def check_model(model: nn.Module, unit: Unit, mesh: Any) -> bool:
     if (found or unit.size > 1) and plain:
         raise ScriptError(f"job.replicate: parameter {plain!r} is not sharded: {wanted}")
     return found
-
-
-# ---------------------------------------------------------------- memory of a follower
-
-
-def shared_buckets(layout: BucketLayout) -> tuple[GradientBuckets, int]:
-    """Zeros that another process can map, and their memory's file descriptor."""
-    numels = [(n, kind[0]) for n, kind in zip(layout.numels, layout.kinds, strict=True)]
-    size = _bytes(numels)
-    fd = os.memfd_create("everstep-gradients", os.MFD_CLOEXEC)
-    os.ftruncate(fd, size)
-    return GradientBuckets(layout, mapped(fd, numels)), fd
-
-
-def mapped(fd: int, numels: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
-    """Return tensors in shared memory, one after the other."""
-    memory = mmap.mmap(fd, _bytes(numels))
-    out, at = [], 0
-    for numel, dtype in numels:
-        out.append(
-            torch.frombuffer(memory, dtype=dtype, count=numel, offset=at) if numel else torch.empty(0, dtype=dtype)
-        )
-        at += _rounded(numel * dtype.itemsize)
-    return out
-
-
-def _bytes(numels: Sequence[tuple[int, torch.dtype]]) -> int:
-    return max(_ALIGN_BYTES, sum(_rounded(n * d.itemsize) for n, d in numels))
-
-
-def _rounded(size: int) -> int:
-    return -(-size // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
 # ---------------------------------------------------------------- gradients
@@ -137,7 +93,7 @@ class _Scatter:
         return work
 
 
-class ShardedReducer(Reducer):
+class ShardedReducer(UnitReducer):
     """Reduces the part of one process of a worker. Every process reduces its part; the leader does it for all of
     them."""
 
@@ -149,14 +105,11 @@ class ShardedReducer(Reducer):
         on_end: Callable[[], None],
         unit: Unit,
     ) -> None:
-        self._unit = unit
-        self._fd = -1  # of memory that the leader does not know yet
         self._models = list(models)
         self._scatter = _Scatter()
-        self._followers: list[list[Tensor]] = [[] for _ in unit.followers]
         self._aside = False  # in this backward pass: what the script carries is set aside
         self._reached: set[int] = set()  # parameters (by id) that have a gradient of this process, in this backward
-        super().__init__(params, names, models, 0, on_end)
+        super().__init__(params, names, models, on_end, unit)
         self._empty = [p.untyped_storage() for p in self.params]
         for model in self._models:
             for module in model.modules():
@@ -167,22 +120,8 @@ class ShardedReducer(Reducer):
                     module.set_all_reduce_hook(self._before_parts)
                     self._watch_groups(module)
 
-    def close(self) -> None:
-        super().close()
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
     def _shapes(self) -> Sequence[Tensor]:
         return [local(p) for p in self.params]
-
-    def _new_buckets(self) -> GradientBuckets:
-        if self._unit.leads:
-            return GradientBuckets(self._layout)
-        if self._fd >= 0:
-            os.close(self._fd)
-        buckets, self._fd = shared_buckets(self._layout)
-        return buckets
 
     def _mine(self, tensor: Tensor) -> Tensor:
         return local(tensor)
@@ -299,112 +238,13 @@ class ShardedReducer(Reducer):
                     "not change it then; write with torch.no_grad(): p.copy_(...)"
                 )
 
-    # ------------------------------------------------------------ reducing
-
-    def _launch(self) -> None:
-        if self._unit.leads:
-            super()._launch()
-
-    def finish(self, meanwhile: Callable[[], None] | None = None) -> ReducedHere | None:
-        if self._unit.size == 1:
-            return super().finish(meanwhile)
-        if meanwhile is not None:
-            meanwhile()
-        return self._finish_all() if self._unit.leads else self._finish_mine()
-
-    def _finish_mine(self) -> ReducedHere | None:
-        self._ended = True
-        self._active = [True] * len(self._active)
-        self._zero_untouched()
-        self._fill_tail()
-        fresh: tuple[tuple[int, str], ...] = ()
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            kinds = self._layout.kinds
-            numels = self._layout.numels
-            fresh = tuple((n, str(k[0]).removeprefix("torch.")) for n, k in zip(numels, kinds, strict=True))
-        self._unit.answer(Full(self._layout.tail, fresh), fd if fd >= 0 else None)
-        if fd >= 0:
-            os.close(fd)
-        said = self._unit.hear(GradientsReduced)
-        if not said.ok:
-            self._broken = CollectiveError("the group of this worker is broken")
-            return None
-        if not self.rounds:
-            self._check_flags()
-        return ReducedHere(0, said.finite)
-
-    def _tell_round(self, step: StepAttempt, word: int, touched: list[bool]) -> list[list[bool]] | None:
-        """All of a further round is reduced: the leader does not know what its followers have touched."""
-        return super()._tell_round(step, word, [True] * len(touched))
-
-    def end_rounds(self, step: StepAttempt, left: bool = False) -> bool:
-        if self._unit.size == 1:
-            return super().end_rounds(step, left)
-        if not self._unit.leads:
-            self._unit.answer(Full(_NO_ROUND))
-            return self._unit.hear(GradientsReduced).ok
-        for follower in self._unit.followers:
-            self._check_round(self._unit.hear_full(follower)[0], False)
-        ok = super().end_rounds(step, left)
-        self._unit.tell_all(GradientsReduced(ok, True))
-        return ok
-
-    def _check_round(self, full: Full, round_: bool) -> None:
-        assert self._step is not None
-        if (full.tail != _NO_ROUND) is not round_:
-            raise ScriptError(
-                f"step {self._step.number}: the processes of this worker did not call backward() equally often in one "
-                "iteration: what decides it must be the same in all of them, e.g. job.step"
-            )
-
-    def _finish_all(self) -> ReducedHere | None:
-        step = self._step
-        assert step is not None
-        mine = super().finish()
-        found = [mine] if mine is not None else []
-        for follower in self._unit.followers:  # all are heard, also where the group is broken already
-            full, fd = self._unit.hear_full(follower)
-            self._check_round(full, True)
-            if fd is not None:
-                self._followers[follower - 1] = mapped(fd, [(n, _DTYPES[d]) for n, d in full.tensors])
-                os.close(fd)
-            if len(found) == follower and (reduced := self._reduce(step, self._followers[follower - 1])) is not None:
-                found.append(reduced)
-        ok = len(found) == self._unit.size
-        finite = ok and all(f.finite for f in found)
-        if ok:
-            self._sum_tails()
-        self._unit.tell_all(GradientsReduced(ok, finite))
-        return ReducedHere(join_digests([f.digest for f in found]), finite) if ok else None
-
-    def _reduce(self, step: StepAttempt, tensors: list[Tensor]) -> ReducedHere | None:
-        """Reduce a follower's gradients, over the group. None: it broke."""
-        digests, finite = [], True
-        with self._tried():
-            if step.size > 1:
-                works = [step.collective.allreduce(flat) for flat in tensors]
-                for work in works:
-                    work.wait()
-        if self._broken is not None:
-            return None
-        for flat in tensors:
-            sums, fine = digest(flat)
-            digests.append(sums)
-            finite = finite and fine
-        return ReducedHere(join_digests(digests), finite)
-
-    def _sum_tails(self) -> None:
+    def _sum_tails(self, tails: list[Tensor]) -> None:
         """Sum what processes say beside their gradients: which parameters had one, what became of buffers."""
         mine = self._buckets.tail
-        tails = [tensors[-1][tensors[-1].numel() - mine.numel() :] for tensors in self._followers]
         for tail in tails:
             mine.add_(tail)
         for tail in tails:
             tail.copy_(mine)
-
-    def first_nonfinite(self) -> str:
-        return super().first_nonfinite() or "(part of another process)"
 
     def commit_buffers(self) -> None:
         if self._unit.size == 1:

@@ -205,12 +205,14 @@ class EmbeddedRuntime:
         if given.get("nonfinite", "raise") not in ("raise", "skip"):
             raise ScriptError(f"es.join(nonfinite={given['nonfinite']!r}): must be 'raise' or 'skip'")
         mode, parts = given.get("mode", "ps"), given.get("logical_workers", 0)
-        if mode not in ("ps", "allreduce"):
-            raise ScriptError(f"es.join(mode={mode!r}): must be 'ps' or 'allreduce'")
-        if not isinstance(parts, int) or isinstance(parts, bool) or parts < 0 or (parts and mode == "ps"):
+        if mode not in ("ps", "allreduce", "pipeline"):
+            raise ScriptError(f"es.join(mode={mode!r}): must be 'ps', 'allreduce' or 'pipeline'")
+        if not isinstance(parts, int) or isinstance(parts, bool) or parts < 0 or (parts and mode != "allreduce"):
             raise ScriptError(
                 f"es.join(logical_workers={parts!r}): must be a whole number from 1, with mode='allreduce'"
             )
+        if mode == "pipeline" and given.get("ps", 0):
+            raise ScriptError(f"es.join(ps={given['ps']!r}): a model in stages (mode='pipeline') has no ps")
         if given.get("ps", 1) not in ((1,) if mode == "ps" else (0, 1)):
             raise ScriptError(f"es.join(ps={given['ps']!r}): one process has one ps" + " or none" * (mode != "ps"))
         seed = given.get("seed", 0)
@@ -249,7 +251,7 @@ class EmbeddedRuntime:
         answer = dispatch(MemberJoined(Role.WORKER, self.slot, self.incarnation, _NODE, pid), self._me)
         if not isinstance(answer, events.Welcome) or answer.placement is None:
             raise InternalError(f"the embedded master did not place the ps: {answer!r}")
-        if self.spec.mode == "allreduce":
+        if self.spec.grouped:
             self.master.grouped = cast(GroupListener, listener).grouped
         if self.service is None:
             return

@@ -25,7 +25,7 @@ from everstep.allreduce.state import ReplicaState
 from everstep.api.group_tables import GroupTables
 from everstep.api.listeners import WorkerRuntime
 from everstep.api.tables import TableSet
-from everstep.api.trainer import not_started, rows_only_read, with_model, without_training
+from everstep.api.trainer import OTHER_MODE, not_started, rows_only_read, with_model, without_training
 from everstep.brain.events import Fenced, PlanRegistered, Refused, Registered
 from everstep.data.loader import Loader
 from everstep.errors import DataError, FencedError, InternalError, ScriptError
@@ -41,15 +41,12 @@ class GroupTrainer:
         spec = runtime.spec
         if spec.logical_workers and not spec.threads_per_worker:
             torch.set_num_threads(1)  # the number of threads changes the order of sums, and so the bits
-        engine = GroupEngine(spec, runtime.slot, alone=runtime.embedded)
+        engine = self._make_engine()
         self.engine = engine
         self.models = engine.models
         unit = self._unit = engine.unit = Unit.from_environment(os.environ)
         unit.chief = runtime.slot == 0
-        if unit.size > 1 and unit.leads:
-            self.state: ReplicaState = UnitState(engine.models, engine.inner, engine.tracked, unit)
-        else:
-            self.state = ReplicaState(engine.models, engine.inner, engine.tracked)
+        self.state = self._make_state()
         engine.state = self.state
         self._epochs_done: dict[str, int] = {}
         self._unforbid = _forbid_process_groups()
@@ -59,11 +56,26 @@ class GroupTrainer:
             engine.session = FollowerSession(self.state, unit)
             return
         session = Session(runtime, self.state, ReplicaSync(self.state, runtime))
-        engine.session = LeaderSession(session, unit) if unit.size > 1 else session
+        engine.session = self._lead(session) if unit.size > 1 else session
         if spec.ps:
             tables = engine.tables = session.tables = GroupTables(runtime, self.tables)
             self.state.rows = tables.carried
             tables.scale = engine.loss_scale
+
+    # ------------------------------------------------------------ what the group is made of
+
+    def _make_engine(self) -> GroupEngine:
+        return GroupEngine(self._runtime.spec, self._runtime.slot, alone=self._runtime.embedded)
+
+    def _make_state(self) -> ReplicaState:
+        engine = self.engine
+        if engine.unit.size > 1 and engine.unit.leads:
+            return UnitState(engine.models, engine.inner, engine.tracked, engine.unit)
+        return ReplicaState(engine.models, engine.inner, engine.tracked)
+
+    def _lead(self, session: Session) -> LeaderSession:
+        """Return the session of a leader with followers."""
+        return LeaderSession(session, self._unit)
 
     # ------------------------------------------------------------ facts
 
@@ -127,6 +139,14 @@ class GroupTrainer:
         if self.models and sharded != self.engine.sharded:
             raise ScriptError("job.replicate: one model is sharded and another one is not; shard both, or none")
         self.engine.sharded = sharded
+
+    def pipeline(
+        self, model: Any, *, schedule: Any, microbatches: int, loss_fn: Any, split: Sequence[int] | None
+    ) -> nn.Module:
+        raise ScriptError(OTHER_MODE.format(self._runtime.spec.mode))
+
+    def clip_grad_norm(self, max_norm: float, norm_type: float) -> torch.Tensor:
+        return nn.utils.clip_grad_norm_([p for model in self.models for p in model.parameters()], max_norm, norm_type)
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
         if isinstance(optimizer, torch.optim.LBFGS):

@@ -6,7 +6,7 @@ import atexit
 import ctypes
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -250,6 +250,29 @@ class Job(RenamedJobNames):
         self._trainer.check_model(model)
         self._remember(model)
         return model
+
+    def pipeline(
+        self,
+        model: Any,
+        *,
+        schedule: Any,
+        microbatches: int,
+        loss_fn: Callable[[Any, Any], torch.Tensor],
+        split: Sequence[int] | None = None,
+    ) -> Any:
+        """Return ``model`` in stages (mode pipeline), one process each: ``loss = model.step(x, target=y)`` runs a batch
+        forward and backward. An nn.Sequential is cut at its modules ``split``, or evenly by parameters; or give a list
+        of parts (modules, or functions that build them). ``schedule``: a class of torch.distributed.pipelining.
+        ``loss_fn(output, target)``: the mean over the samples. See docs/pipeline.md."""
+        made = self._trainer.pipeline(model, schedule=schedule, microbatches=microbatches, loss_fn=loss_fn, split=split)
+        self._remember(made)
+        return made
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clip the gradients of all models of the job to ``max_norm``, as torch.nn.utils.clip_grad_norm_ does; returns
+        the norm before. Needed in mode pipeline, where no process has all gradients; all processes of a worker have to
+        call it."""
+        return self._trainer.clip_grad_norm(float(max_norm), float(norm_type))
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
         """Return, in mode ps, the ps-side twin of a torch optimizer (SGD, Adagrad, Adadelta, Adam, AdamW, Adamax,

@@ -13,7 +13,7 @@ from everstep.api.dense import PsOptimizer
 from everstep.api.listeners import WorkerRuntime
 from everstep.api.ps_engine import PsEngine
 from everstep.api.tables import TableSet
-from everstep.api.trainer import not_started, parameter_names, rows_only_read, with_model, without_training
+from everstep.api.trainer import OTHER_MODE, not_started, parameter_names, rows_only_read, with_model, without_training
 from everstep.data.loader import Loader
 from everstep.errors import ScriptError
 
@@ -57,6 +57,14 @@ class PsTrainer:
 
     def check_model(self, model: nn.Module) -> None:
         """Do nothing: ``optimizer`` looks at its parameters."""
+
+    def pipeline(
+        self, model: Any, *, schedule: Any, microbatches: int, loss_fn: Any, split: Sequence[int] | None
+    ) -> nn.Module:
+        raise ScriptError(OTHER_MODE.format("ps"))
+
+    def clip_grad_norm(self, max_norm: float, norm_type: float) -> torch.Tensor:
+        return nn.utils.clip_grad_norm_([p for model in self.models for p in model.parameters()], max_norm, norm_type)
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
         """Return the ps-side twin of ``optimizer``."""

@@ -23,8 +23,14 @@ if TYPE_CHECKING:
 TRAINERS: Final[Mapping[str, str]] = {
     "ps": "everstep.api.ps_trainer:PsTrainer",
     "allreduce": "everstep.api.group_trainer:GroupTrainer",
+    "pipeline": "everstep.api.pipeline_trainer:PipelineTrainer",
 }
 """By mode: module and class. A module is imported when a job of its mode begins."""
+
+
+OTHER_MODE: Final = (
+    "job.pipeline in a job of mode {}: everstep run --mode pipeline --stages P, or es.join(mode='pipeline')"
+)
 
 
 class TrainingLoop(Listener, Protocol):
@@ -114,6 +120,16 @@ class Trainer(Protocol):
 
     def check_model(self, model: nn.Module) -> None:
         """Raises ScriptError where the model cannot be trained in this mode."""
+        ...
+
+    def pipeline(
+        self, model: Any, *, schedule: Any, microbatches: int, loss_fn: Any, split: Sequence[int] | None
+    ) -> nn.Module:
+        """Return the model in stages. Raises ScriptError: it cannot be cut so, or the job is of another mode."""
+        ...
+
+    def clip_grad_norm(self, max_norm: float, norm_type: float) -> torch.Tensor:
+        """Clip the gradients of all models to a norm together. Returns the norm before."""
         ...
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> Any:

@@ -109,7 +109,7 @@ class ProcessRuntime:
             on_welcome=self._welcomed,
             on_fenced=lambda fenced: self._fail(FencedError(fenced.reason)),
             beat=listener.beat,
-            beat_s=_GROUP_BEAT_S if self.spec.mode == "allreduce" else 1.0,
+            beat_s=_GROUP_BEAT_S if self.spec.grouped else 1.0,
             news=lambda: listener.clock.news,
         )
         if threading.current_thread() is threading.main_thread():
@@ -244,7 +244,7 @@ class ProcessRuntime:
 
     @property
     def _group(self) -> GroupListener | None:
-        return cast(GroupListener, self._listener) if self.spec.mode == "allreduce" else None
+        return cast(GroupListener, self._listener) if self.spec.grouped else None
 
     # ------------------------------------------------------------ the ps
 

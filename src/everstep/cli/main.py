@@ -28,7 +28,11 @@ def cli() -> None:
 @cli.command(context_settings={"allow_interspersed_args": False})
 @click.option("--workers", "--nproc-per-node", "workers", type=int, help="Worker processes (default 1).")
 @click.option("--ps", type=int, help="Parameter servers (default 1).")
-@click.option("--mode", help="ps (default): parameters on the ps; allreduce: the model on every worker, synchronous.")
+@click.option(
+    "--mode",
+    help="ps (default): parameters on the ps; allreduce: the model on every worker, synchronous; pipeline: cut into "
+    "--stages.",
+)
 @click.option(
     "--strategy", help="allreduce, fewer workers: elastic (default): a smaller global batch; fixed: the same."
 )
@@ -50,6 +54,7 @@ def cli() -> None:
     type=int,
     help="allreduce: processes of a worker, which share one replica of the model (FSDP2; default 1).",
 )
+@click.option("--stages", type=int, help="pipeline: processes of a worker, each with one stage (default 1).")
 @click.option("--shard", type=int, hidden=True)  # its old name
 @click.option(
     "--heal-from",
@@ -230,6 +235,7 @@ def checkpoint(arguments: tuple[str, ...]) -> None:
 @click.option("--workers", type=int, help="Worker processes (default: as before).")
 @click.option("--ps", type=int, help="Parameter servers, any number (default: as before).")
 @click.option("--processes-per-worker", type=int, help="Any number (default: as before).")
+@click.option("--stages", type=int, help="pipeline: any number (default: as before).")
 @click.option("--shard", type=int, hidden=True)  # its old name
 @click.option("--run-dir", help="For the resumed run (default: RUN_DIR-resumed beside the old one).")
 @click.option("--script", help="The training script (default: as before).")

@@ -163,8 +163,8 @@ def resumed_spec(
         values["checkpoint_to"] = absolute(given["checkpoint_to"])
     script = check_script(values["script"])
     spec, origins = load_spec(None, values, {})
-    if (spec.mode == "allreduce") != (manifest.replica is not None):
-        of = "allreduce" if manifest.replica is not None else "ps"
+    if spec.grouped != (manifest.replica is not None):
+        of = "allreduce or pipeline" if manifest.replica is not None else "ps"
         raise ConfigError(f"--mode {spec.mode}: checkpoint {manifest.checkpoint} of {place.url} is of mode {of}")
     spec = msgspec.structs.replace(spec, script=str(script), bind=settled(spec.bind), files_port=0)
     before = read_origins(old_dir) if old_dir is not None else {}

@@ -316,7 +316,10 @@ class _Run:
 
     def _tell(self, host: str) -> None:
         spec, run_dir = self._spec, self._run_dir
-        servers = f"{spec.ps} ps" if spec.mode == "ps" else "mode allreduce" + (f", {spec.ps} ps" if spec.ps else "")
+        servers = f"{spec.ps} ps" if spec.ps else ""
+        if spec.grouped:
+            stages = f"mode {spec.mode}" + (f" in {spec.stages} stages" if spec.mode == "pipeline" else "")
+            servers = f"{stages}, {servers}" if servers else stages
         if spec.consistency != "async":
             servers += f", {spec.consistency}"
         sys.stdout.write(f"everstep: {spec.name}: {spec.workers} workers, {servers}, run directory {run_dir}\n")
@@ -324,7 +327,7 @@ class _Run:
             port = parse_host_port(spec.bind)[1]
             at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
             JoinedHosts(at, f"{run_dir}/secret", lambda text: print(text)).request(1)
-        if spec.bind and spec.mode == "allreduce" and spec.tls == "control":
+        if spec.bind and spec.grouped and spec.tls == "control":
             sys.stdout.write(
                 "tls: control: between nodes gradients are neither encrypted nor authenticated: only on a network of "
                 "the nodes' own (else --tls all)\n"

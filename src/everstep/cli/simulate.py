@@ -283,7 +283,7 @@ def _planned(policy: SpotPolicy, name: str, spec: JobSpec, model: MeasuredJob, s
         stall=model.stall,
         restart_s=model.agent_s + model.fork_s,
         protecting=model.protecting,
-        saves_itself=spec.mode == "allreduce" or not spec.capacity_ps,
+        saves_itself=spec.grouped or not spec.capacity_ps,
     )
     try:
         plan = policy(seen)

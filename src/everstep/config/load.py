@@ -71,6 +71,7 @@ _RANGES: Final[dict[str, tuple[float, float]]] = {
     "fail_tolerance": (-1, 1_000_000),
     "logical_workers": (0, 100_000),
     "processes_per_worker": (1, 1024),
+    "stages": (1, 1024),
     "seed": (0, 2**63 - 1),
     "partitions": (1, 4096),
     "max_restarts": (0, 1_000_000),
@@ -142,7 +143,7 @@ def load_spec(
         origins[field] = origin
     if "policy" in values:
         values["policy"] = POLICY_ALIASES.get(values["policy"], values["policy"])
-    if values.get("mode") == "allreduce" and "ps" not in values:
+    if values.get("mode", "ps") != "ps" and "ps" not in values:
         values["ps"] = 0
     if batch:
         values["strategy"] = strategy_of(batch, batch_at, values, origins)
@@ -158,7 +159,7 @@ def strategy_of(batch: str, batch_at: str, values: Mapping[str, Any], origins: M
     where = f"{GLOBAL_BATCH} = {batch!r} ({batch_at})"
     if batch not in STRATEGIES:
         raise ConfigError(f"{where}: expected fixed or scale")
-    if values.get("mode", "ps") != "allreduce":
+    if values.get("mode", "ps") == "ps":
         raise ConfigError(
             f"{where}: needs mode: allreduce; in mode ps each worker has batches of its own, and there is no global one"
         )
@@ -313,8 +314,8 @@ def _check_consistency(spec: JobSpec, at: Mapping[str, str]) -> None:
         found = parse_consistency(spec.consistency)
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from None
-    if spec.mode == "allreduce" and found.kind != "async":
-        raise ConfigError(f"{where}: for mode ps; mode allreduce is synchronous by itself: leave consistency out")
+    if spec.grouped and found.kind != "async":
+        raise ConfigError(f"{where}: for mode ps; mode {spec.mode} is synchronous by itself: leave consistency out")
     if found.backup and found.backup >= spec.workers:
         raise ConfigError(
             f"{where}: with workers = {spec.workers}{at['workers']} a step would wait for nobody; at most "
@@ -332,7 +333,13 @@ def _check_mode(spec: JobSpec, at: Mapping[str, str]) -> None:
         for field in ("strategy", "logical_workers", "processes_per_worker", "lr_rule", "heal_from"):
             if getattr(spec, field) != getattr(defaults, field):
                 raise ConfigError(f"{field} = {getattr(spec, field)!r}{at[field]}: needs mode: allreduce")
+    stages = f"stages = {spec.stages}{at['stages']}"
+    if spec.stages > 1 and spec.mode != "pipeline":
+        raise ConfigError(f"{stages}: needs mode: pipeline; mode {spec.mode} does not cut a model into stages")
+    if spec.mode == "ps":
         return
+    if spec.mode == "pipeline":
+        _check_pipeline(spec, at)
     if spec.parity not in ("", "0") and not spec.ps:
         raise ConfigError(
             f"parity = {spec.parity!r}{at['parity']}: it protects tables on the ps, and mode allreduce has none unless "
@@ -358,6 +365,22 @@ def _check_mode(spec: JobSpec, at: Mapping[str, str]) -> None:
     if spec.lr_rule != "none" and (spec.strategy == "fixed" or spec.logical_workers):
         raise ConfigError(
             f"lr_rule = {spec.lr_rule!r}{at['lr_rule']}: the global batch never changes here; leave it out"
+        )
+
+
+def _check_pipeline(spec: JobSpec, at: Mapping[str, str]) -> None:
+    """Refuse what does not combine with a model in stages."""
+    if spec.ps:
+        raise ConfigError(f"ps = {spec.ps}{at['ps']}: not in mode pipeline: a model in stages has no tables on the ps")
+    if spec.processes_per_worker > 1:
+        raise ConfigError(
+            f"processes_per_worker = {spec.processes_per_worker}{at['processes_per_worker']}: not in mode pipeline: a "
+            "stage is one process, and is not sharded (stages say how many processes a worker has)"
+        )
+    if spec.logical_workers:
+        raise ConfigError(
+            f"logical_workers = {spec.logical_workers}{at['logical_workers']}: not in mode pipeline: a logical worker "
+            "has the whole model; leave it out"
         )
 
 

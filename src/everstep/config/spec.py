@@ -24,7 +24,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     workers: int = 1
     ps: int = 1
     consistency: str = "async"  # mode ps: async, bounded:S, sync, sync:B (see config.consistency)
-    mode: Literal["ps", "allreduce"] = "ps"  # where the dense part lives: on the ps, or on every worker (synchronous)
+    mode: Literal["ps", "allreduce", "pipeline"] = "ps"  # where the dense part lives: on the ps, or on every worker
     strategy: Literal["elastic", "fixed"] = "elastic"  # allreduce, fewer workers: smaller global batch, or the same
     min_workers: int = 1  # below so many, training waits
     max_workers: int = 0  # no more than so many, whatever nodes bring along; 0: any number
@@ -37,6 +37,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     stabilization: str = "10s"  # capacity that is back counts once it has stayed for so long
     logical_workers: int = 0  # allreduce: parts of every global batch, on however many workers: same bits; 0: off
     processes_per_worker: int = 1  # allreduce: processes that share one replica of the model (FSDP2: fully_shard)
+    stages: int = 1  # pipeline: processes of a worker, each with one stage of the model
     lr_rule: Literal["none", "linear", "sqrt"] = "none"  # allreduce, elastic: learning rate when the batch changes
     heal_from: Literal["none", "lowest", "highest"] = "none"  # allreduce: whose state counts without a majority
     seed: int = 0
@@ -91,3 +92,13 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     resume_from: str = ""  # directory or URL of checkpoints this job began from
     trust_checkpoint: bool = False  # everstep resume: also one that was not written with the job's key
     trusted: tuple[str, ...] = ()  # digests of manifests that the user said to trust (everstep resume)
+
+    @property
+    def grouped(self) -> bool:
+        """Return whether workers train in a group, each with a replica of the model; else it is on the ps."""
+        return self.mode != "ps"
+
+    @property
+    def worker_processes(self) -> int:
+        """Return how many processes a worker has."""
+        return self.stages if self.mode == "pipeline" else self.processes_per_worker

@@ -119,7 +119,7 @@ class Observer:
         records = [record for _, record in sorted(members.workers.items()) if _up(record)]
         workers = by_the_step_under_way([self._worker(record, at, span_s) for record in records])
         servers = tuple(self._server(record, at) for _, record in sorted(members.servers.items()) if _up(record))
-        replicated = spec.mode != "ps"
+        replicated = spec.grouped
         consistency = parse_consistency(spec.consistency)
         group = brain.state.groups.group
         left = self._remaining_samples()
@@ -127,7 +127,7 @@ class Observer:
         return Observations(
             at=at,
             mode=spec.mode,
-            consistency="sync" if spec.mode == "allreduce" else consistency.kind,
+            consistency="sync" if spec.grouped else consistency.kind,
             backup=told if (told := brain.state.control.backup) >= 0 else consistency.backup,
             step=brain.state.groups.step if group is not None else 0,
             global_batch=int(max(batches, default=0.0)),

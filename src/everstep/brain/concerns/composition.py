@@ -80,7 +80,7 @@ class Concerns:
         """Choose by the job's spec. Called once more by the first master, which brings that."""
         first: tuple[Concern, ...]
         last: tuple[Concern, ...] = ()
-        if self.state.job.spec.mode == "allreduce":
+        if self.state.job.spec.grouped:
             group = GroupConcern(self.state, self)
             self.training = GroupTraining(self.state, self, group)
             self.group_ending = GroupEndingConcern(self.state, self)

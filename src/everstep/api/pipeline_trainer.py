@@ -1,0 +1,173 @@
+"""Trains in mode pipeline: every worker is a replica of the model in stages, one process each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from everstep.allreduce.group_engine import GroupEngine
+from everstep.allreduce.leader import LeaderSession
+from everstep.allreduce.serialize import Unpacker
+from everstep.allreduce.session import Session
+from everstep.allreduce.state import ReplicaState
+from everstep.api.group_trainer import GroupTrainer
+from everstep.api.listeners import WorkerRuntime
+from everstep.errors import ScriptError
+from everstep.pipeline.engine import PipelineEngine
+from everstep.pipeline.links import add_up, tell_numbers
+from everstep.pipeline.model import StagedModel, parts_of
+from everstep.pipeline.parts import cut
+from everstep.pipeline.schedules import check_schedule, homes, kind_of, parts_wanted
+from everstep.pipeline.stages import StageRunner, WholeRunner
+from everstep.pipeline.state import StagesState, WholeModel, digest_of
+
+
+class PipelineTrainer(GroupTrainer):
+    """Is a ``Trainer`` (``api.trainer``) for mode pipeline."""
+
+    engine: PipelineEngine
+
+    def __init__(self, runtime: WorkerRuntime) -> None:
+        self._whole = WholeModel()
+        super().__init__(runtime)
+
+    # ------------------------------------------------------------ what the group is made of
+
+    def _make_engine(self) -> GroupEngine:
+        return PipelineEngine(self._runtime.spec, self._runtime.slot, alone=self._runtime.embedded)
+
+    def _make_state(self) -> ReplicaState:
+        engine = self.engine
+        if engine.unit.size == 1:
+            return ReplicaState(engine.models, engine.inner, engine.tracked)
+        return StagesState(engine.models, engine.inner, engine.tracked, engine.unit, self._whole)
+
+    def _lead(self, session: Session) -> LeaderSession:
+        return LeaderSession(session, self._unit, spread=1)
+
+    # ------------------------------------------------------------ the model
+
+    def pipeline(
+        self, model: Any, *, schedule: Any, microbatches: int, loss_fn: Any, split: Sequence[int] | None
+    ) -> StagedModel:
+        if self.models:
+            raise ScriptError("job.pipeline twice: a job in stages has one model")
+        if not callable(loss_fn):
+            raise ScriptError(f"job.pipeline(loss_fn={loss_fn!r}): a function of (output, target), the mean of samples")
+        kind_of(schedule)
+        unit = self._unit
+        stages = unit.size
+        known = not self._runtime.embedded  # alone nobody says how many stages there are
+        parts = cut(
+            model,
+            split,
+            parts_wanted(schedule, stages) if known else 1,
+            lambda count: homes(schedule, stages, count) if known else [0] * count,
+            unit.index,
+        )
+        check_schedule(schedule, stages, len(parts.children) if known else parts_wanted(schedule, 1), microbatches)
+        self._whole.parameters, self._whole.buffers = parts.names, parts.buffers
+        own = parts_of(parts)
+        runner: StageRunner | WholeRunner = WholeRunner(own, microbatches)
+        if stages > 1:
+            self._connect()
+            runner = StageRunner(own, homes(schedule, stages, len(parts.children)), unit.index, schedule, microbatches)
+        return StagedModel(parts, runner, microbatches, loss_fn, self.engine)
+
+    def _connect(self) -> None:
+        super().mesh()
+
+    def mesh(self) -> DeviceMesh:
+        raise ScriptError("job.device_mesh in mode pipeline: a stage is one process, and is not sharded")
+
+    def check_model(self, model: nn.Module) -> None:
+        if not isinstance(model, StagedModel):
+            raise ScriptError(
+                "job.replicate in mode pipeline: give the model to job.pipeline(model, schedule=..., microbatches=..., "
+                "loss_fn=...), which cuts it into stages"
+            )
+
+    def check_sparse(self) -> None:
+        raise ScriptError("job.sparse in mode pipeline: a model in stages has no tables on the ps")
+
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
+        if self._unit.size > 1 and not type(optimizer).__module__.startswith("torch.optim"):
+            raise ScriptError(
+                f"job.optimizer({type(optimizer).__name__}) in a job of several stages: everstep does not know whether "
+                "it looks at all parameters at once, of which a process has those of its stage; use one of torch.optim"
+            )
+        return super().optimizer(optimizer)
+
+    def track(self, objects: Mapping[str, Any]) -> None:
+        for name, obj in objects.items():
+            if hasattr(obj, "get_scale"):
+                raise ScriptError(
+                    f"job.track({name}=...): a GradScaler looks at the gradients of one stage; train with bfloat16, "
+                    "which needs none"
+                )
+            if self._unit.size > 1 and hasattr(obj, "state_dict") and _holds_tensors(obj.state_dict()):
+                raise ScriptError(
+                    f"job.track({name}=...): a {type(obj).__name__} that holds tensors, in a job of several stages: it "
+                    "would be of one stage; schedulers and counters can be tracked"
+                )
+        super().track(objects)
+
+    def clip_grad_norm(self, max_norm: float, norm_type: float) -> torch.Tensor:
+        reducer = self.engine.gradients()
+        found = reducer.norms(self._whole.parameters, norm_type)
+        if self._unit.size > 1:
+            add_up(found)
+        norms = found[0][found[1] > 0].to(torch.get_default_dtype())
+        total: torch.Tensor = torch.linalg.vector_norm(norms, norm_type)
+        reducer.scale(torch.clamp(max_norm / (total + 1e-6), max=1.0))
+        return total
+
+    # ------------------------------------------------------------ state
+
+    def digest(self) -> int:
+        if not isinstance(self.state, StagesState):
+            return super().digest()
+        packed = self.state.together()
+        value = tell_numbers(torch.tensor([digest_of(packed) if self._unit.leads else 0]), 0)
+        return int(value) & (1 << 64) - 1
+
+    def state_dict(self) -> dict[str, Any]:
+        if not isinstance(self.state, StagesState):
+            return super().state_dict()
+        packed = self.state.together()
+        values: dict[str, torch.Tensor] = {}
+        if self._unit.leads:
+            source = Unpacker(packed, "the state")
+            numbers = (*source.header.parameters, *source.header.buffers)
+            values = {source.name(number): source.copy(number) for number in numbers}
+        tracked = {name: obj.state_dict() for name, obj in self.engine.tracked.items()}
+        return {"model": values, "models": [values], "tracked": tracked}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._unit.size > 1:
+            _refuse_load()
+        super().load_state_dict(state)
+
+    def check_load(self) -> None:
+        if self._unit.size > 1:
+            _refuse_load()
+        super().check_load()
+
+
+def _refuse_load() -> NoReturn:
+    raise ScriptError(
+        "job.load_state_dict in a job of several stages: load the parts before job.pipeline (everstep resume goes on "
+        "from a checkpoint of the job, with any number of stages)"
+    )
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() > 1
+    if isinstance(value, Mapping):
+        return any(_holds_tensors(one) for one in value.values())
+    return isinstance(value, list | tuple) and any(_holds_tensors(one) for one in value)
