@@ -84,7 +84,8 @@ OLD_NAMES = {
 
 STILL = {
     "bucket": (
-        r"allreduce/(gradient_buckets|reducer|logical|sharded)\.py",  # gradient buckets are called so everywhere
+        r"allreduce/(gradient_buckets|reducer|unit_reducer|logical|sharded)\.py",  # they are called so everywhere
+        r"pipeline/stage_reducer\.py",
         r"native/__init__\.py",  # names of the kernels in C++
         r"model/observation\.py",  # an old name for policies, for one version
     ),

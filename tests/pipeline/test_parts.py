@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed import pipelining
 
 from everstep.errors import ScriptError
+from everstep.pipeline.known_schedules import check_schedule, homes, kind_of, parts_wanted
 from everstep.pipeline.microbatches import BatchCut, samples_of
 from everstep.pipeline.parts import ModelParts, cut
-from everstep.pipeline.schedules import check_schedule, homes, kind_of, parts_wanted
 
 
 def in_parts(model: Any, count: int = 2, split: list[int] | None = None, own: int = 0) -> ModelParts:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 
 from everstep.allreduce.replica_group import Unit
-from everstep.pipeline.model import StagedModel, parts_of
+from everstep.pipeline.known_schedules import check_schedule, homes, parts_wanted
 from everstep.pipeline.parts import cut
-from everstep.pipeline.schedules import check_schedule, homes, parts_wanted
+from everstep.pipeline.staged_model import StagedModel, parts_of
 from everstep.pipeline.stages import StageRunner, WholeRunner
 
 torch.set_num_threads(1)  # other tests fork from this process

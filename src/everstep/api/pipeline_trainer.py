@@ -18,12 +18,12 @@ from everstep.api.group_trainer import GroupTrainer
 from everstep.api.listeners import WorkerRuntime
 from everstep.errors import ScriptError
 from everstep.pipeline.engine import PipelineEngine
+from everstep.pipeline.known_schedules import check_schedule, homes, kind_of, parts_wanted
 from everstep.pipeline.links import add_up, tell_numbers
-from everstep.pipeline.model import StagedModel, parts_of
 from everstep.pipeline.parts import cut
-from everstep.pipeline.schedules import check_schedule, homes, kind_of, parts_wanted
+from everstep.pipeline.staged_model import StagedModel, parts_of
 from everstep.pipeline.stages import StageRunner, WholeRunner
-from everstep.pipeline.state import StagesState, WholeModel, digest_of
+from everstep.pipeline.stages_state import StagesState, WholeModel, digest_of
 
 
 class PipelineTrainer(GroupTrainer):

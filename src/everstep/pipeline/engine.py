@@ -12,7 +12,7 @@ from everstep.allreduce.optimizer import GroupOptimizer
 from everstep.allreduce.reducer import Reducer
 from everstep.errors import ScriptError
 from everstep.pipeline.guard import guard, unguard
-from everstep.pipeline.reducer import StageReducer
+from everstep.pipeline.stage_reducer import StageReducer
 
 
 class PipelineEngine(GroupEngine):

@@ -25,7 +25,7 @@ class SpanKind(Enum):
     UPDATE = "update"  # the script's own lines: optimizer, report, the next batch
 
 
-class Span(NamedTuple):
+class StageSpan(NamedTuple):
     """Is one span, in seconds from the begin of the iteration. ``part``, ``chunk``: of the model, of the batch; -1: of
     none."""
 
@@ -42,7 +42,7 @@ class SpanRecorder:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self.began_at = 0.0
-        self.spans: list[Span] = []
+        self.spans: list[StageSpan] = []
 
     def begin(self) -> None:
         """A new iteration."""
@@ -60,7 +60,7 @@ class SpanRecorder:
         try:
             yield
         finally:
-            self.spans.append(Span(kind, begin_s, self.now_s, part, chunk))
+            self.spans.append(StageSpan(kind, begin_s, self.now_s, part, chunk))
 
 
 _recording = threading.local()

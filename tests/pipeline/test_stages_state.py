@@ -14,7 +14,7 @@ from everstep.allreduce.serialize import Packed, decode_header
 from everstep.allreduce.state import ReplicaState
 from everstep.errors import CheckpointError, ScriptError
 from everstep.model.group import Mark
-from everstep.pipeline.state import StagesState, WholeModel, digest_of, joined, named_digests
+from everstep.pipeline.stages_state import StagesState, WholeModel, digest_of, joined, named_digests
 
 
 class StageOf(nn.Module):
