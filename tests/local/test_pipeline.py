@@ -189,6 +189,9 @@ def test_the_only_replica_is_killed_and_goes_on_bit_for_bit(run: PipelineRun) ->
     assert f"state {digest}" in run.logs()
     close_to_plain(state, run.batch)
     assert "failures survived: 2 worker" in run.text()
+    code, out = run.everstep("bubbles", str(run.run_dir), "--out", str(run.folder / "job.svg"))
+    assert code == 0 and "3 stages, Schedule1F1B, 4 microbatches of 10 samples" in out and "33.3 %" in out, out
+    assert "stage 2" in (run.folder / "job.svg").read_text()
 
 
 def test_stopped_and_resumed_with_another_number_of_stages(run: PipelineRun) -> None:

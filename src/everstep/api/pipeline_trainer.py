@@ -17,13 +17,17 @@ from everstep.allreduce.state import ReplicaState
 from everstep.api.group_trainer import GroupTrainer
 from everstep.api.listeners import WorkerRuntime
 from everstep.errors import ScriptError
+from everstep.model.stage_spans import StageIteration
+from everstep.monitor.span_log import SpanLog
 from everstep.pipeline.engine import PipelineEngine
 from everstep.pipeline.known_schedules import check_schedule, homes, kind_of, parts_wanted
 from everstep.pipeline.links import add_up, tell_numbers
 from everstep.pipeline.parts import cut
+from everstep.pipeline.spans import SpanRecorder
 from everstep.pipeline.staged_model import StagedModel, parts_of
 from everstep.pipeline.stages import StageRunner, WholeRunner
 from everstep.pipeline.stages_state import StagesState, WholeModel, digest_of
+from everstep.policies.idle_spans import SpanSampler
 
 
 class PipelineTrainer(GroupTrainer):
@@ -33,6 +37,7 @@ class PipelineTrainer(GroupTrainer):
 
     def __init__(self, runtime: WorkerRuntime) -> None:
         self._whole = WholeModel()
+        self._log: SpanLog | None = None
         super().__init__(runtime)
 
     # ------------------------------------------------------------ what the group is made of
@@ -76,7 +81,33 @@ class PipelineTrainer(GroupTrainer):
         if stages > 1:
             self._connect()
             runner = StageRunner(own, homes(schedule, stages, len(parts.children)), unit.index, schedule, microbatches)
-        return StagedModel(parts, runner, microbatches, loss_fn, self.engine)
+        made = StagedModel(parts, runner, microbatches, loss_fn, self.engine)
+        if stages > 1:
+            log = self._log = SpanLog(self._runtime.run_dir, self._runtime.slot, unit.index)
+            sampler, count = SpanSampler(), len(parts.children)
+
+            def keep(recorder: SpanRecorder, samples: int) -> None:
+                seen = sampler.take(self.engine.generation, samples)
+                if seen < 0:
+                    return
+                iteration = StageIteration(
+                    worker=self._runtime.slot,
+                    stage=unit.index,
+                    stages=stages,
+                    parts=count,
+                    microbatches=microbatches,
+                    schedule=schedule.__name__,
+                    step=self.engine.step_number,
+                    generation=self.engine.generation,
+                    samples=samples,
+                    seen=seen,
+                    began_s=recorder.began_s,
+                    spans=tuple(recorder.spans),
+                )
+                log.write(iteration)
+
+            made.on_batch = keep
+        return made
 
     def _connect(self) -> None:
         super().mesh()
@@ -156,6 +187,11 @@ class PipelineTrainer(GroupTrainer):
         if self._unit.size > 1:
             _refuse_load()
         super().check_load()
+
+    def leave(self, error: str) -> None:
+        super().leave(error)
+        if self._log is not None:
+            self._log.close()
 
 
 def _refuse_load() -> NoReturn:

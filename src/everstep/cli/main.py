@@ -322,6 +322,19 @@ def explain(run_dir: Path, member: str | None, event: int | None) -> None:
 
 @cli.command()
 @RUN_DIR
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="Draw an iteration (.svg), or write a Chrome trace (.json)."
+)
+def bubbles(run_dir: Path, out: Path | None) -> None:
+    """Show where the stages of a pipeline are idle, beside what the formula says."""
+    from everstep.cli.bubbles import show_bubbles
+
+    need_run_dir(run_dir)
+    click.echo(show_bubbles(run_dir, out))
+
+
+@cli.command()
+@RUN_DIR
 @click.option("--json", "as_json", is_flag=True, help="For programs: every machine, role and hour.")
 @click.option("--prices", type=click.Path(path_type=Path), help="Prices by class, zone and time: CSV, JSON or Parquet.")
 @click.option("--at", default="", help="The time in the prices at which the job began (default: when it began here).")

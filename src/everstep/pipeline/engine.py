@@ -50,6 +50,11 @@ class PipelineEngine(GroupEngine):
     def end_passes(self) -> None:
         self._stages.end_passes()
 
+    @property
+    def generation(self) -> int:
+        """Return the generation of the group that does the step in hand."""
+        return -1 if self._step is None else self._step.generation
+
     def gradients(self) -> StageReducer:
         """Return what has the gradients. Raises ScriptError outside of the loop."""
         if self._reducer is None:

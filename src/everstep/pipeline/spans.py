@@ -8,51 +8,30 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import Enum
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from torch.distributed.pipelining import schedules as torch_schedules
 
-
-class SpanKind(Enum):
-    """Is what a process does in a span."""
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    WEIGHT = "weight"  # the part of backward that zero-bubble schedules put off
-    WAIT = "wait"
-    REDUCE = "reduce"  # gradients over the replicas, and the vote
-    UPDATE = "update"  # the script's own lines: optimizer, report, the next batch
-
-
-class StageSpan(NamedTuple):
-    """Is one span, in seconds from the begin of the iteration. ``part``, ``chunk``: of the model, of the batch; -1: of
-    none."""
-
-    kind: SpanKind
-    begin_s: float
-    end_s: float
-    part: int = -1
-    chunk: int = -1
+from everstep.model.stage_spans import SpanKind, StageSpan
 
 
 class SpanRecorder:
     """Collects the spans of one iteration at a time."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self.began_at = 0.0
+        self.began_s = 0.0
         self.spans: list[StageSpan] = []
 
     def begin(self) -> None:
         """A new iteration."""
         self.spans = []
-        self.began_at = self._clock()
+        self.began_s = self._clock()
 
     @property
     def now_s(self) -> float:
         """Return the seconds since the iteration began."""
-        return self._clock() - self.began_at
+        return self._clock() - self.began_s
 
     @contextmanager
     def measure(self, kind: SpanKind, part: int = -1, chunk: int = -1) -> Iterator[None]:
@@ -80,7 +59,7 @@ def _wait(work: list[Any]) -> None:
 @contextmanager
 def watched(recorder: SpanRecorder) -> Iterator[None]:
     """While a schedule of torch runs on this thread, its waits are spans of ``recorder``."""
-    if _torch_waits is None:  # a torch that waits elsewhere: spans have gaps, which count as waits
+    if _torch_waits is None:  # a torch that waits elsewhere: gaps between computations are what is left
         yield
         return
     setattr(torch_schedules, _WAIT, _wait)

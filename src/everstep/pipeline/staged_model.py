@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from everstep.errors import ScriptError
+from everstep.model.stage_spans import SpanKind
 from everstep.pipeline.links import tell_numbers
 from everstep.pipeline.microbatches import BatchCut, samples_of
 from everstep.pipeline.parts import ModelParts
@@ -59,7 +60,7 @@ class StagedModel(nn.Module):
         self._microbatches, self._loss_fn, self._passes = microbatches, loss_fn, passes
         self._looks = 0
         self._outputs: list[tuple[int, Any]] = []  # of microbatches that are compared with their batch
-        self.on_batch: Callable[[SpanRecorder], None] | None = None
+        self.on_batch: Callable[[SpanRecorder, int], None] | None = None
 
     def __repr__(self) -> str:
         return f"<StagedModel {self.runner!r}, {self._microbatches} microbatches>"
@@ -91,11 +92,13 @@ class StagedModel(nn.Module):
         if isinstance(runner, StageRunner):
             dtype = torch.float64
             mine = loss.to(dtype) if loss is not None else torch.zeros((), dtype=dtype)
-            loss = tell_numbers(mine, runner.last).to(torch.get_default_dtype())
+            with runner.recorder.measure(SpanKind.WAIT):
+                loss = tell_numbers(mine, runner.last).to(torch.get_default_dtype())
         assert isinstance(loss, Tensor)
-        self._passes.end_passes()
+        with runner.recorder.measure(SpanKind.REDUCE):
+            self._passes.end_passes()
         if self.on_batch is not None:
-            self.on_batch(runner.recorder)
+            self.on_batch(runner.recorder, samples)
         return loss
 
     def forward(self, *inputs: Tensor) -> Any:

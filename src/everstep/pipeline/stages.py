@@ -12,11 +12,12 @@ from torch.distributed import pipelining
 
 from everstep.data.random_streams import range_seed
 from everstep.errors import EverstepError, ScriptError
+from everstep.model.stage_spans import SpanKind
 from everstep.pipeline.known_schedules import build_schedule
 from everstep.pipeline.links import PartShapes, TensorShape, tell_shapes, tell_tensor
 from everstep.pipeline.microbatches import BatchCut
 from everstep.pipeline.parts import Child
-from everstep.pipeline.spans import SpanKind, SpanRecorder, watched
+from everstep.pipeline.spans import SpanRecorder, watched
 
 _KEPT: Final = 8  # schedules for so many sizes of microbatches; each has its own buffers
 LossFunction = Callable[[Any, Any], Tensor]

@@ -1,0 +1,88 @@
+"""Runs ``everstep bubbles``: where the stages of a pipeline wait, in words, as a picture and as a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from everstep.cli.bubbles_picture import draw
+from everstep.errors import ConfigError
+from everstep.model.stage_spans import StageIteration
+from everstep.monitor.span_log import read_spans
+from everstep.policies.idle_spans import PipelineIdle, iterations, measure, typical
+
+_SHOWN = 4  # pipelines, the newest
+
+
+def show_bubbles(run_dir: Path, out: Path | None) -> str:
+    """Return what there is to say; write ``out``, if given. Raises ConfigError."""
+    if out is not None and out.suffix not in (".svg", ".json"):
+        raise ConfigError(f"--out {out}: expected a name that ends with .svg (a picture) or .json (a Chrome trace)")
+    records = read_spans(run_dir)
+    found = measure(records)
+    if not found:
+        return f"{run_dir}: {len(records)} iterations of stages so far, too few to say how idle they are"
+    if out is not None:
+        out.write_text(_written(out, found[-1], records))
+    lines = [line for one in found[-_SHOWN:] for line in described(one)]
+    if len(found) > _SHOWN:
+        lines.insert(0, f"the newest {_SHOWN} of {len(found)} (workers, generations of the group, sizes of batches):")
+    return "\n".join(lines)
+
+
+def described(idle: PipelineIdle) -> list[str]:
+    """Return a pipeline in words."""
+    expected = idle.expected
+    formula = "-" if expected is None else f"{100 * expected:.1f} %"
+    lines = [
+        f"worker:{idle.worker}, generation {idle.generation}: {len(idle.stages)} stages, {idle.schedule}, "
+        f"{idle.microbatches} microbatches of {idle.samples} samples, {idle.iterations} iterations measured",
+        f"  {'stage':>5} {'computes':>11} {'idle':>11} {'idle share (10..90 %)':>26} {'formula':>9}  where",
+    ]
+    for stage in idle.stages:
+        low, middle, high = (100 * share for share in stage.shares)
+        share = f"{middle:.1f} % ({low:.1f}..{high:.1f})"
+        spans = " ".join(f"{1e3 * s.offset_s:.1f}+{1e3 * s.length_s:.1f}" for s in stage.spans[:6])
+        more = f" and {len(stage.spans) - 6} more" if len(stage.spans) > 6 else ""
+        lines.append(
+            f"  {stage.stage:>5} {1e3 * stage.compute_s:>8.1f} ms {1e3 * stage.idle_s:>8.1f} ms {share:>26} "
+            f"{formula:>9}  {spans}{more}"
+        )
+    lines.append(
+        f"  an iteration: {1e3 * idle.window_s:.1f} ms from the first forward to the last backward, then "
+        f"{1e3 * idle.reduce_s:.1f} ms to reduce and vote (medians); where: begin + length of idle spans, in ms"
+    )
+    return lines
+
+
+def _written(out: Path, newest: PipelineIdle, records: Sequence[StageIteration]) -> str:
+    if out.suffix == ".json":
+        return msgspec.json.encode(chrome_trace(records)).decode()
+    key = newest.generation, newest.worker, newest.samples
+    alike = [i for i in iterations(records) if (i[0].generation, i[0].worker, i[0].samples) == key]
+    return draw(typical([i for i in alike if min(r.seen for r in i) > 1]), newest)
+
+
+def chrome_trace(records: Sequence[StageIteration]) -> dict[str, Any]:
+    """Return a trace for chrome://tracing and Perfetto: workers as processes, stages as threads."""
+    first = min(record.began_s for record in records)
+    events: list[dict[str, Any]] = []
+    for record in records:
+        for span in record.spans:
+            what = f" {span.part}.{span.chunk}" if span.chunk >= 0 else ""
+            events.append(
+                {
+                    "name": f"{span.kind.value}{what}",
+                    "cat": span.kind.value,
+                    "ph": "X",
+                    "ts": 1e6 * (record.began_s - first + span.begin_s),
+                    "dur": 1e6 * span.length_s,
+                    "pid": record.worker,
+                    "tid": record.stage,
+                    "args": {"step": record.step, "generation": record.generation},
+                }
+            )
+    return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -1,0 +1,53 @@
+"""Has what a stage of a pipeline did in an iteration, as it is measured and kept."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import msgspec
+
+
+class SpanKind(Enum):
+    """Is what a process does in a span."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    WEIGHT = "weight"  # the part of backward that zero-bubble schedules put off
+    WAIT = "wait"
+    REDUCE = "reduce"  # gradients over the replicas, and the vote
+
+
+COMPUTE = (SpanKind.FORWARD, SpanKind.BACKWARD, SpanKind.WEIGHT)
+
+
+class StageSpan(msgspec.Struct, frozen=True, array_like=True):
+    """Is one span, in seconds from the begin of the iteration. ``part``, ``chunk``: of the model, of the batch; -1: of
+    none."""
+
+    kind: SpanKind
+    begin_s: float
+    end_s: float
+    part: int = -1
+    chunk: int = -1
+
+    @property
+    def length_s(self) -> float:
+        return self.end_s - self.begin_s
+
+
+class StageIteration(msgspec.Struct, frozen=True, kw_only=True):
+    """Holds one iteration of one stage. ``began_s``: on the machine's monotonic clock, which its processes share;
+    ``generation``: of the group; ``seen``: how many iterations of this generation and size were before it."""
+
+    worker: int
+    stage: int
+    stages: int
+    parts: int
+    microbatches: int
+    schedule: str
+    step: int
+    generation: int
+    samples: int
+    seen: int
+    began_s: float
+    spans: tuple[StageSpan, ...]

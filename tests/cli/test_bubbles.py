@@ -1,0 +1,95 @@
+"""``everstep bubbles``: words, a picture and a trace of measured iterations."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from everstep.cli.bubbles import show_bubbles
+from everstep.errors import ConfigError
+from everstep.model.stage_spans import SpanKind, StageIteration, StageSpan
+from everstep.monitor.span_log import FOLDER, SpanLog, read_spans
+
+
+def iteration(stage: int, step: int) -> StageIteration:
+    at = 0.001 * stage
+    return StageIteration(
+        worker=0,
+        stage=stage,
+        stages=2,
+        parts=2,
+        microbatches=1,
+        schedule="Schedule1F1B",
+        step=step,
+        generation=3,
+        samples=8,
+        seen=step,
+        began_s=10.0 + step,
+        spans=(
+            StageSpan(SpanKind.WAIT, 0.0, at),
+            StageSpan(SpanKind.FORWARD, at, at + 0.001, stage, 0),
+            StageSpan(SpanKind.BACKWARD, 0.004 - 2 * at, 0.006 - 2 * at, stage, 0),
+            StageSpan(SpanKind.REDUCE, 0.006, 0.007),
+        ),
+    )
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    for stage in range(2):
+        log = SpanLog(tmp_path, 0, stage)
+        for step in range(6):
+            log.write(iteration(stage, step))
+        log.close()
+    return tmp_path
+
+
+def test_words(run_dir: Path) -> None:
+    said = show_bubbles(run_dir, None)
+    assert "worker:0, generation 3: 2 stages, Schedule1F1B, 1 microbatches of 8 samples, 4 iterations" in said
+    rows = [line.split() for line in said.splitlines()[2:4]]
+    assert [row[:5] for row in rows] == [["0", "3.0", "ms", "3.0", "ms"], ["1", "3.0", "ms", "3.0", "ms"]]
+    assert all("50.0" in row and row.count("%") >= 2 for row in rows)
+    assert "6.0 ms from the first forward to the last backward, then 1.0 ms to reduce" in said
+
+
+def test_a_picture_and_a_trace(run_dir: Path) -> None:
+    show_bubbles(run_dir, run_dir / "out.svg")
+    picture = (run_dir / "out.svg").read_text()
+    assert ElementTree.fromstring(picture).tag.endswith("svg")
+    assert "stage 1" in picture and "by the formula 50.0 %" in picture
+    show_bubbles(run_dir, run_dir / "out.json")
+    events = json.loads((run_dir / "out.json").read_text())["traceEvents"]
+    assert len(events) == 2 * 6 * 4
+    assert {(e["pid"], e["tid"]) for e in events} == {(0, 0), (0, 1)}
+    assert sorted({e["name"] for e in events}) == [
+        "backward 0.0",
+        "backward 1.0",
+        "forward 0.0",
+        "forward 1.0",
+        "reduce",
+        "wait",
+    ]
+
+
+def test_lines_that_were_cut_off_are_left_out(run_dir: Path) -> None:
+    path = run_dir / FOLDER / "worker-0.stage-1.jsonl"
+    path.write_bytes(path.read_bytes()[:-30] + b"\nnonsense\n{}\n")
+    assert len(read_spans(run_dir)) == 11
+
+
+def test_what_is_refused(run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    with pytest.raises(ConfigError, match="has no measured iterations of stages"):
+        show_bubbles(tmp_path_factory.mktemp("empty"), None)
+    with pytest.raises(ConfigError, match=r"ends with \.svg"):
+        show_bubbles(run_dir, run_dir / "out.png")
+
+
+def test_too_few_to_say(tmp_path: Path) -> None:
+    log = SpanLog(tmp_path, 0, 0)
+    log.write(iteration(0, 0))
+    log.close()
+    assert "too few to say" in show_bubbles(tmp_path, None)
