@@ -88,7 +88,9 @@ def parity(home: Path, interval_s: float) -> dict[str, float]:
         dead = next(log for log in logs if (log.slot, log.life) == (VICTIM, 1))
         took, served = [], []
         for partition in dead.stints:
-            later = [s for log in logs for s in log.stints.get(partition, []) if s.took is not None and s.at > died_at]
+            later = [
+                s for log in logs for s in log.stints.get(partition, []) if s.acquired is not None and s.at > died_at
+            ]
             if later:
                 stint = min(later, key=lambda s: s.at)
                 rows = stint.log.rows_of(partition, stint.first, stint.last)

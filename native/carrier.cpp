@@ -57,14 +57,14 @@ void Carrier::set_version(int64_t version) {
   version_ = std::max(version_, version);
 }
 
-void Carrier::sweep(uint32_t bucket, int64_t from_ticket, const std::vector<SweepTarget>& targets) {
+void Carrier::sweep(uint32_t bucket, int64_t from_ticket, const std::vector<SyncTarget>& targets) {
   std::lock_guard<std::mutex> hold(mutex_);
   Swept swept;
-  for (const SweepTarget& t : targets) swept.emplace_back(from_ticket, t);
+  for (const SyncTarget& t : targets) swept.emplace_back(from_ticket, t);
   sweeps_[bucket].push_back(std::move(swept));
 }
 
-void Carrier::widen(uint32_t bucket, int64_t from_ticket, const SweepTarget& target) {
+void Carrier::widen(uint32_t bucket, int64_t from_ticket, const SyncTarget& target) {
   std::lock_guard<std::mutex> hold(mutex_);
   auto found = sweeps_.find(bucket);
   if (found == sweeps_.end()) throw std::logic_error("bucket " + std::to_string(bucket) + " is not being swept");
@@ -76,7 +76,7 @@ void Carrier::end_sweeps(uint32_t bucket) {
   sweeps_.erase(bucket);
 }
 
-void Carrier::some(uint32_t bucket, const SweepTarget& target) {
+void Carrier::some(uint32_t bucket, const SyncTarget& target) {
   std::lock_guard<std::mutex> hold(mutex_);
   some_[bucket].push_back(target);
 }
@@ -112,7 +112,7 @@ std::vector<PeerKey> Carrier::deal(int64_t first_ticket, const std::vector<OutIt
     if (e.kind == blob::kSome) {
       auto& targets = some_[e.bucket];
       if (targets.empty()) throw std::logic_error("single slots of bucket " + std::to_string(e.bucket) + " for nobody");
-      const SweepTarget t = targets.front();
+      const SyncTarget t = targets.front();
       targets.pop_front();
       give(t.peer, t.mirror, t.sweep);
       continue;

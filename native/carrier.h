@@ -35,7 +35,7 @@ struct OutItem {
   size_t bytes = 0;
 };
 
-struct SweepTarget {
+struct SyncTarget {
   PeerKey peer;
   int64_t mirror = 0, sweep = 0;
 };
@@ -64,10 +64,10 @@ class Carrier {
   // ------------------------------------------------ streams
   void set_route(uint32_t bucket, std::vector<PeerKey> peers);
   void set_version(int64_t version);
-  void sweep(uint32_t bucket, int64_t from_ticket, const std::vector<SweepTarget>& targets);
-  void widen(uint32_t bucket, int64_t from_ticket, const SweepTarget& target);
+  void sweep(uint32_t bucket, int64_t from_ticket, const std::vector<SyncTarget>& targets);
+  void widen(uint32_t bucket, int64_t from_ticket, const SyncTarget& target);
   void end_sweeps(uint32_t bucket);
-  void some(uint32_t bucket, const SweepTarget& target);
+  void some(uint32_t bucket, const SyncTarget& target);
   // Entries that must come in order; the peers that got something. Throws std::logic_error.
   std::vector<PeerKey> append(int64_t first_ticket, const std::vector<OutItem>& entries);
   void send(const PeerKey& peer, OutItem item);
@@ -135,7 +135,7 @@ class Carrier {
     int64_t after = 0;
   };
   struct Flight;
-  using Swept = std::vector<std::pair<int64_t, SweepTarget>>;  // since which ticket, who
+  using Swept = std::vector<std::pair<int64_t, SyncTarget>>;  // since which ticket, who
 
   void put(const PeerKey& peer, OutItem item);
   void settle(const OutItem& item);
@@ -165,7 +165,7 @@ class Carrier {
   std::unordered_map<uint32_t, int64_t> owed_;
   std::map<int64_t, std::pair<uint32_t, int64_t>> several_;
   std::unordered_map<uint32_t, std::deque<Swept>> sweeps_;
-  std::unordered_map<uint32_t, std::deque<SweepTarget>> some_;
+  std::unordered_map<uint32_t, std::deque<SyncTarget>> some_;
   std::map<PeerKey, Peer> peers_;
   std::list<Waiter*> waiters_;
   std::condition_variable roomy_;

@@ -18,9 +18,9 @@ namespace everstep {
 namespace {
 
 using free_gil = nb::call_guard<nb::gil_scoped_release>;
-using Target = std::tuple<PeerKey, int64_t, int64_t>;  // streams.SweepTarget
+using Target = std::tuple<PeerKey, int64_t, int64_t>;  // streams.SyncTarget
 
-SweepTarget target_of(const Target& t) { return {std::get<0>(t), std::get<1>(t), std::get<2>(t)}; }
+SyncTarget target_of(const Target& t) { return {std::get<0>(t), std::get<1>(t), std::get<2>(t)}; }
 
 // A copy of bytes that Python has.
 OutItem item_of(int64_t bucket, int64_t seq, int kind, int64_t mirror, int64_t sweep, nb::handle blob) {
@@ -189,7 +189,7 @@ void bind_feed(nb::module_& m) {
       .def(
           "sweep",
           [](Carrier& c, uint32_t bucket, int64_t from_ticket, const std::vector<Target>& targets) {
-            std::vector<SweepTarget> all;
+            std::vector<SyncTarget> all;
             all.reserve(targets.size());
             for (const Target& t : targets) all.push_back(target_of(t));
             c.sweep(bucket, from_ticket, all);

@@ -31,7 +31,7 @@ class Job:
         self.starting: list[said.StartProcess] = []
         self.stopping: list[said.StopProcess] = []
         self.spec = JobSpec(**{"workers": 0, "partitions": 24, "max_restarts": 1000} | fields)
-        self.tell(said.MasterStarted(Incarnation(1), self.spec, settles=True))
+        self.tell(said.MasterStarted(Incarnation(1), self.spec, settles=True, empties=True))
 
     def tell(self, fact: said.FactType, by: said.Sender = said.MASTER) -> None:
         self.at += 0.1

@@ -52,7 +52,7 @@ class Ps(msgspec.Struct):
     version: int = 0
     has: dict[int, str] = {}
     whole: set[int] = set()
-    torn: set[int] = set()
+    inconsistent: set[int] = set()
     came: dict[int, tuple[int, str]] = {}
 
 
@@ -185,7 +185,7 @@ class World:
         here = {m.id: m for m in placement.mirrors_at(ps.slot)}
         ps.whole &= set(here)
         todo: list[int | Mirror] = [b for b in mine if ps.has.get(b) != "serves"]
-        made = ps.whole | ps.torn
+        made = ps.whole | ps.inconsistent
         todo += [m for m in here.values() if m.id not in made and all(self.held(b) for b in m.members)]
         if not todo:
             return
@@ -229,12 +229,12 @@ class World:
         """One of its mirrors lacks something: it is worth nothing from now on."""
         mirror = self.rng.choice(sorted(ps.whole))
         ps.whole.discard(mirror)
-        ps.torn.add(mirror)
+        ps.inconsistent.add(mirror)
         before = self.brain.partitions.levels()["full"]
         self.say(Event(self.at, MirrorsReady((), (mirror,)), by_ps(ps.slot, ps.incarnation)))
         self.tears += 1
         assert self.placement is not None and self.brain.partitions.levels()["full"] <= before
-        assert all(m.id != mirror for m in self.placement.mirrors) or self.brain.state.protection.torn
+        assert all(m.id != mirror for m in self.placement.mirrors) or self.brain.state.protection.inconsistent
 
     def kill(self, ps: Ps) -> None:
         del self.ps[ps.slot]

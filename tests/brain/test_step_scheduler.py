@@ -241,7 +241,7 @@ class World:
         self.pushing: dict[Slot, int] = {}  # step of the push under way
         self.step_of: dict[Slot, int] = {}
         self.weights: dict[int, list[float]] = defaultdict(list)
-        self.torn: set[tuple[object, ...]] = set()
+        self.inconsistent: set[tuple[object, ...]] = set()
         self.verdicts: dict[tuple[object, ...], Verdict] = {}
         self.loss = self.rng.choice([0.0, 0.1, 0.4])
         self.masters = 0
@@ -264,7 +264,7 @@ class World:
             del self.now[slot]
             return
         self.now[slot] = ("pushing", work)
-        assert work.key not in self.torn, "it pulled what was half applied"
+        assert work.key not in self.inconsistent, "it pulled what was half applied"
         self.weights[self.step_of[slot]].append(verdict.weight)
         self.pushing[slot] = self.step_of[slot]
 
@@ -301,7 +301,7 @@ class World:
                         "the step before is not over"
                     )
                     if self.step_of[slot] in self.weights:  # it has not heard that the step was closed without it
-                        self.torn.add(made.key)
+                        self.inconsistent.add(made.key)
                 else:
                     finished = [self.gates[s].clock().step for s in self.scheduler.working() if self.left[s]]
                     known = [n for n in finished if n >= 0] or [gate.clock().step]

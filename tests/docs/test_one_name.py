@@ -71,6 +71,11 @@ OLD_WORDS = {
 """Words that code had for things of the glossary: they are in no name of a file, class, function or variable."""
 
 OLD_NAMES = {
+    "FOLD": "RECONSTRUCT",
+    "Tails": "RetainedLog",
+    "Torn": "MirrorDiscarded",
+    "Want": "FetchContents",
+    "farewell": "refusal",
     "Hit": "SignalProcess",
     "Prints": "Fingerprints",
     "books": "state, records, ledger",

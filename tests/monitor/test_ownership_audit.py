@@ -108,10 +108,10 @@ class Journey(Run):
         shards = b"".join(np.array([s, m[0]], "<i8").tobytes() for s, m in sorted(ledgers.shards.items()))
         self.version += 1
         at, version = self.now(life), self.version
-        took = AcquiredRecord(
+        acquired = AcquiredRecord(
             len(self.logs[life]), partition, how, self.seqs[partition], shards, ledgers.fingerprint, at, version
         )
-        self.logs[life].append(took)
+        self.logs[life].append(acquired)
         ledger = self.lives[life]
         ledger.partitions = dict(sorted({**ledger.partitions, partition: ledgers}.items()))
 

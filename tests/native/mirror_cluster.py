@@ -89,7 +89,7 @@ class Cluster:
         self.delivered: dict[tuple[int, int], list[bytes]] = {link: [] for link in self.links}
         self.twins: list[TwinMirror] = []
         self.positions = dict.fromkeys(SHARDS, 0)
-        self.sweeps: dict[int, Iterator[None]] = {}
+        self.syncs: dict[int, Iterator[None]] = {}
         for row in range(m):
             self.make_mirror(row)
 
@@ -140,7 +140,7 @@ class Cluster:
         store.emit_marks(partition)
         yield
 
-    def sweep(self, partition: int) -> Iterator[None]:
+    def sync(self, partition: int) -> Iterator[None]:
         """Contents of a whole partition, piece by piece."""
         return self.sweep_of(self.ps[partition], partition)
 
@@ -175,7 +175,7 @@ class Cluster:
         """Everything swept and delivered."""
         for b in range(self.k):
             self.ps[b].protect([b], True)
-            for _ in self.sweeps.pop(b, None) or self.sweep(b):
+            for _ in self.syncs.pop(b, None) or self.sync(b):
                 pass
         self.deliver_all()
         for r, home in enumerate(self.homes):

@@ -61,8 +61,8 @@ def test_mirrors_follow_random_streams(data: st.DataObject) -> None:
                 cluster.put(draw(st.integers(0, 30)))
             case "sweep":
                 b = draw(partition)
-                sweep = cluster.sweeps.setdefault(b, cluster.sweep(b))
-                next(sweep, None)
+                sync = cluster.syncs.setdefault(b, cluster.sync(b))
+                next(sync, None)
             case "deliver":
                 cluster.drain()
                 link = draw(st.sampled_from(links))
@@ -105,7 +105,7 @@ def test_a_partition_moves_while_it_is_pushed_to() -> None:
     cluster = filled(1, 1, 11)
     source, target = cluster.ps[0], cluster.homes[0]
     source.protect([0], True)
-    for _ in cluster.sweep(0):
+    for _ in cluster.sync(0):
         cluster.push(SHARDS[0], 1, 30)
     with pytest.raises(ValueError, match="not complete"):
         target.promote(ID, 0)
@@ -139,14 +139,14 @@ def test_a_mirror_is_built_anew_under_pushes(row: int) -> None:
     for spec in TABLES:
         cluster.homes[row].declare(spec)
     cluster.make_mirror(row)
-    sweeps = [cluster.sweep(b) for b in range(4)]
+    syncs = [cluster.sync(b) for b in range(4)]
     for step in range(200):
-        next(sweeps[step % 4], None)
+        next(syncs[step % 4], None)
         if step % 3 == 0:
             cluster.push(SHARDS[0], 1, 40)
         if step % 7 == 0:
             cluster.deliver_all()
-    cluster.sweeps = dict(enumerate(sweeps))
+    cluster.syncs = dict(enumerate(syncs))
     cluster.build()
     assert cluster.homes[row].mirror_pages(ID, TABLES[0].id) != old
 
@@ -186,7 +186,7 @@ def test_damaged_blobs_are_refused_and_change_nothing() -> None:
     cluster = filled(3, 2, 21)
     for b in range(3):
         cluster.ps[b].protect([b], True)
-        for _ in cluster.sweep(b):
+        for _ in cluster.sync(b):
             pass
     cluster.push(SHARDS[0], 1, 20)
     cluster.drain()
@@ -255,7 +255,7 @@ def test_many_blobs_in_one_call() -> None:
     cluster = filled(2, 1, 3)
     for b in range(2):
         cluster.ps[b].protect([b], True)
-        for _ in cluster.sweep(b):
+        for _ in cluster.sync(b):
             pass
     cluster.drain()
     blobs = [*cluster.links[0, 0], *cluster.links[1, 0]]
@@ -293,7 +293,7 @@ def test_mirrors_of_one_ps_are_fed_by_threads() -> None:
         store.own([b])
         store.open(shard, 0, 1)
         store.protect([b], True)
-        sweep = Cluster.sweep_of(store, b)
+        sync = Cluster.sweep_of(store, b)
         for at in range(120):
             parts = []
             for spec in TABLES:
@@ -302,8 +302,8 @@ def test_mirrors_of_one_ps_are_fed_by_threads() -> None:
                 parts.append((spec.id, keys, rng.normal(size=(len(keys), spec.dim)).astype(np.float32), -1.0))
             assert store.push(shard, at, at + 1, 1, b"", parts).applied == 1
             if at > 20:
-                next(sweep, None)
-        for _ in sweep:
+                next(sync, None)
+        for _ in sync:
             pass
         over[b].set()
 

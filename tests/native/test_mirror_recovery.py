@@ -48,7 +48,7 @@ class Recovery(Cluster):
         for r in rows:
             if len(lost) == 2 or r in homes:
                 self.homes[r].recover_begin(ID, lost, [b for b in lost if self.homes_of[b] == r])
-        self.folds = {b: self.sweep(b) for b in range(self.k) if b not in lost}
+        self.folds = {b: self.sync(b) for b in range(self.k) if b not in lost}
         if len(lost) == 2:
             self.exchange = {r: self.emit_remainder(r) for r in rows}
 
@@ -234,7 +234,7 @@ def random_life(cluster: Cluster, steps: int) -> None:
         cluster.push(SHARDS[0], 1, 30)
     for b, store in enumerate(cluster.ps):
         store.protect([b], True)
-        cluster.sweeps[b] = cluster.sweep(b)
+        cluster.syncs[b] = cluster.sync(b)
     for _ in range(steps):
         shard = SHARDS[rng.integers(len(SHARDS))]
         match int(rng.integers(0, 6)):
@@ -245,7 +245,7 @@ def random_life(cluster: Cluster, steps: int) -> None:
             case 3:
                 cluster.expire()
             case 4:
-                next(cluster.sweeps[int(rng.integers(cluster.k))], None)
+                next(cluster.syncs[int(rng.integers(cluster.k))], None)
             case _:
                 cluster.drain()
                 for link, blobs in cluster.links.items():
@@ -367,7 +367,7 @@ def test_an_aborted_recovery_leaves_nothing_of_the_partition() -> None:
     assert home.owned() == []
     home.recover_begin(ID, [1])  # the mirror itself is as it was
     for end in (True, False):
-        cluster.folds = {0: cluster.sweep(0)}
+        cluster.folds = {0: cluster.sync(0)}
         cluster.finish()
         assert home.digest(1) == cluster.ps[1].digest(1)
         home.recover_end(ID, abort=end)
@@ -407,7 +407,7 @@ def test_a_partition_comes_back_while_threads_read_and_push() -> None:
 
     def survive(b: int) -> None:
         rng = np.random.default_rng(b)
-        fold = cluster.sweep(b)
+        fold = cluster.sync(b)
         for at in range(200):
             assert cluster.ps[b].push(shard, start + at, start + at + 1, 1, b"", parts_of(b, rng)).applied == 1
             next(fold, None)

@@ -1,4 +1,5 @@
-"""The carrier in C++ against ``ReplicationStreams``, its oracle, call by call; and what a follower gets by a socket."""
+"""The sender in C++ against ``PythonReplicationSender``, its oracle, call by call; and what a follower gets by
+socket."""
 
 from __future__ import annotations
 
@@ -23,13 +24,13 @@ from everstep.protect.replication import (
     Batch,
     Outgoing,
     PeerKey,
-    ReplicationStreams,
+    PythonReplicationSender,
     StreamItem,
-    SweepTarget,
+    SyncTarget,
 )
 from everstep.protect.replication import StreamKind as Of
-from everstep.protect.retained_log import KeptTails
-from everstep.ps.mirror_server import _Tails
+from everstep.protect.retained_log import PythonRetainedLog
+from everstep.ps.mirror_server import _InboxLog
 
 PEERS: list[PeerKey] = [(Slot(n), Incarnation(life)) for n, life in ((1, 1), (2, 4), (3, 2))]
 PARTITIONS = [PartitionId(b) for b in range(4)]
@@ -47,8 +48,8 @@ def facts(batch: Batch | None) -> object:
 @pytest.mark.parametrize("seed", range(20))
 def test_the_carrier_is_its_oracle(seed: int) -> None:
     rng = random.Random(seed)
-    one, two = ReplicationStreams(), ReplicationSender(Store(4, 1), OWNER)
-    seq, version, swept, ticket = 0, 1, dict.fromkeys(PARTITIONS, 0), 0
+    one, two = PythonReplicationSender(), ReplicationSender(Store(4, 1), OWNER)
+    seq, version, synced, ticket = 0, 1, dict.fromkeys(PARTITIONS, 0), 0
     some: list[PartitionId] = []
     sent: dict[PeerKey, Batch] = {}
 
@@ -78,21 +79,21 @@ def test_the_carrier_is_its_oracle(seed: int) -> None:
                     if b in some:
                         kind = Of.SOME
                         some.remove(b)
-                    swept[b] -= kind is Of.MARKS and swept[b] > 0
+                    synced[b] -= kind is Of.MARKS and synced[b] > 0
                     blob = rng.randbytes(rng.randrange(1, 30))
                     entries.append(Outgoing(b, seq, kind, blob, len(blob)))
                 assert agree("append", ticket, entries) is not None
                 ticket += len(entries)
             case "sweep":
-                targets = [SweepTarget(p, rng.randrange(5), seq) for p in rng.sample(PEERS, rng.randrange(1, 3))]
-                each("sweep", partition, ticket + rng.randrange(2), targets)
-                swept[partition] += 1
+                targets = [SyncTarget(p, rng.randrange(5), seq) for p in rng.sample(PEERS, rng.randrange(1, 3))]
+                each("sync", partition, ticket + rng.randrange(2), targets)
+                synced[partition] += 1
                 if rng.random() < 0.3:
-                    each("widen", partition, ticket + 1, SweepTarget(peer, 7, seq))
+                    each("widen", partition, ticket + 1, SyncTarget(peer, 7, seq))
                 if rng.random() < 0.2:
-                    each("end_sweeps", partition)
+                    each("end_syncs", partition)
             case "some":
-                each("some", partition, SweepTarget(peer, 3, seq))
+                each("some", partition, SyncTarget(peer, 3, seq))
                 some.append(partition)
             case "batch":
                 a, b = each("batch", peer, rng.randrange(1, 80), rng.randrange(1, 9))
@@ -114,7 +115,7 @@ def test_the_carrier_is_its_oracle(seed: int) -> None:
                 left = set(rng.sample(PEERS, rng.randrange(2, 4)))
                 each("live", left, version)
                 sent = {}  # answers of before are to another stream
-        for name in ("done_ticket", "refused_ticket", "next_ticket", "sweep_bytes", "waiting_bytes", "levelling"):
+        for name in ("done_ticket", "refused_ticket", "next_ticket", "sync_bytes", "waiting_bytes", "levelling"):
             assert getattr(one, name) == getattr(two, name), name
         assert [one.owes(b) for b in PARTITIONS] == [two.owes(b) for b in PARTITIONS]
         assert [one.waits(p) for p in PEERS] == [two.waits(p) for p in PEERS]
@@ -220,7 +221,7 @@ def test_what_other_mirrors_may_lack_is_kept_until_they_have_it(mirrored: Mirror
 @pytest.mark.parametrize("seed", range(5))
 def test_the_inbox_keeps_tails_like_their_oracle(seed: int) -> None:
     rng = random.Random(seed)
-    one, two, seq = KeptTails(), _Tails(_native.Inbox(Store(4, 1))), 0
+    one, two, seq = PythonRetainedLog(), _InboxLog(_native.Inbox(Store(4, 1))), 0
     for _ in range(300):
         partition = rng.choice(PARTITIONS)
         seq += rng.randrange(3)

@@ -49,7 +49,7 @@ def emitted(store: Store) -> list[bytes]:
     return [data[at : at + length].tobytes() for _, _, _, at, length in entries]
 
 
-def swept(store: Store, partition: int) -> list[bytes]:
+def synced(store: Store, partition: int) -> list[bytes]:
     for kind in (BlobKind.HEADS, BlobKind.BODIES):
         lo = 0
         while lo >= 0:
@@ -87,7 +87,7 @@ def test_every_flip_in_a_blob_is_noticed_and_changes_nothing() -> None:
         owner.put_absent(TABLE.id, mine, values.standard_normal((len(mine), TABLE.dim), np.float32))
         owner.open(0, 0, 1)
         emitted(owner)
-        for number, blob in enumerate(swept(owner, b)):
+        for number, blob in enumerate(synced(owner, b)):
             for row in range(2):
                 if number % 3 == b % 3:
                     damage(10, blob, row, "mirror_apply")
@@ -103,7 +103,7 @@ def test_every_flip_in_a_blob_is_noticed_and_changes_nothing() -> None:
     for store, here in zip(rows, ([1, 2], []), strict=True):
         store.recover_begin(1, LOST, here)
     for b in set(range(B)) - set(LOST):
-        for number, blob in enumerate(swept(owners[b], b)):
+        for number, blob in enumerate(synced(owners[b], b)):
             for row in range(2):
                 if number % 4 == b % 4:
                     damage(15, blob, row, "recover_fold")
@@ -126,7 +126,7 @@ def test_a_message_with_one_damaged_blob_changes_nothing() -> None:
     home.mirror_make(1, [0])
     owner.own([0])
     owner.protect([0], True)
-    for blob in swept(owner, 0):
+    for blob in synced(owner, 0):
         assert home.mirror_apply(1, blob) == 0
     owner.open(0, 0, 1)
     owner.open(1, 0, 1)

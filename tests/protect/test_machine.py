@@ -17,9 +17,9 @@ import pytest
 from everstep.ids import Incarnation, PartitionId, Slot
 from everstep.model.member import Address
 from everstep.model.placement import Mirror, MirrorKind, Placement, PsPlace
-from everstep.net.messages import Fed, FetchLog, HandOver, Moved, Want
+from everstep.net.messages import Fed, FetchContents, FetchLog, Moved, TransferOwnership
 from everstep.protect.machine import REST, Acquired, Ask, LoadSnapshot, Machine, MirrorState, Released, Stuck
-from everstep.protect.replication import Outgoing, PeerKey, ReplicationStreams, StreamKind
+from everstep.protect.replication import Outgoing, PeerKey, PythonReplicationSender, StreamKind
 from seeds import seeds
 
 # ---------------------------------------------------------------- the toy store
@@ -263,7 +263,7 @@ class ToyStore:
 class Ps:
     def __init__(self, slot: int, life: int) -> None:
         self.key: PeerKey = (Slot(slot), Incarnation(life))
-        self.store, self.streams = ToyStore(), ReplicationStreams()
+        self.store, self.streams = ToyStore(), PythonReplicationSender()
         self.machine = Machine(*self.key, self.store, self.streams)
         self.stuck: list[str] = []
 
@@ -380,7 +380,7 @@ class World:
             if asks:
                 self.ask(p, r.choice(asks))
         elif what == 3:
-            p.machine.sweep()
+            p.machine.sync()
         else:
             p.machine.place(self.placement()) if p.key in self.ps else None
         if p.machine.dirty:
@@ -408,11 +408,11 @@ class World:
         blobs: list[Any] = []
         answer: Any
         match ask.request:
-            case Want() as want:
-                answer = peer.machine.want(want)
+            case FetchContents() as want:
+                answer = peer.machine.fetch_contents(want)
             case FetchLog() as tail:
-                answer, blobs = peer.machine.tail(tail)
-            case HandOver() as hand_over:
+                answer, blobs = peer.machine.fetch_log(tail)
+            case TransferOwnership() as hand_over:
                 answer = peer.machine.hand_over(hand_over)
         self.act(peer)
         if self.random.random() >= self.loss and not isinstance(answer, Moved):
@@ -428,7 +428,7 @@ class World:
         return all(
             not p.machine.lacking
             and not p.machine.asks()
-            and not p.machine.sweeping
+            and not p.machine.syncing
             and not p.store.outbox
             and p.streams.done_ticket == p.store.ticket()
             for p in self.ps.values()
@@ -575,7 +575,7 @@ def lose_a_difference(w: World, mirror: int) -> None:
     w.push(b)
     for _ in range(20_000):
         w.step(w.random.choice(list(w.ps.values())))
-        if mirror in p.machine.torn:
+        if mirror in p.machine.inconsistent:
             return
     raise AssertionError(f"mirror {mirror} is still trusted")
 
@@ -587,17 +587,17 @@ def test_a_mirror_that_lacks_a_difference_is_made_again_and_nobody_ends(rows: in
     w.publish()
     w.run(3000)
     w.heal()
-    torn = w.mirrors[0]
-    lose_a_difference(w, torn.id)
-    p = w.at(torn.at)
-    assert torn.id not in p.machine.complete and torn.id not in p.machine.holdings().mirrors
-    assert torn.id not in p.store.mirrors
+    inconsistent = w.mirrors[0]
+    lose_a_difference(w, inconsistent.id)
+    p = w.at(inconsistent.at)
+    assert inconsistent.id not in p.machine.complete and inconsistent.id not in p.machine.holdings().mirrors
+    assert inconsistent.id not in p.store.mirrors
     w.run(500)  # what is pushed meanwhile is confirmed without it
-    w.mirrors = [m for m in w.mirrors if m is not torn]
-    again = w.mirror(torn.members, torn.at, torn.row)
+    w.mirrors = [m for m in w.mirrors if m is not inconsistent]
+    again = w.mirror(inconsistent.members, inconsistent.at, inconsistent.row)
     w.publish(route=False)
     w.heal()
-    assert again in p.machine.complete and not p.machine.torn
+    assert again in p.machine.complete and not p.machine.inconsistent
     recover(w, w.owner[0])  # and it is as good as the one before
     w.run(1000)
     w.heal()
@@ -661,7 +661,7 @@ def test_a_partition_that_comes_back_goes_on_from_its_stripe_if_that_is_newer_th
     w.owner[0] = 4
     w.publish()
     said = w.ask
-    w.ask = lambda p, a: None if isinstance(a.request, HandOver) and a.request.done else said(p, a)  # type: ignore[method-assign]
+    w.ask = lambda p, a: None if isinstance(a.request, TransferOwnership) and a.request.done else said(p, a)  # type: ignore[method-assign]
     w.run(4000)
     assert w.at(4).machine.serves(PartitionId(0))
     w.ask = said  # type: ignore[method-assign]
@@ -719,7 +719,7 @@ def test_random_losses_moves_and_a_bad_network(seed: int) -> None:
         w.run(r.randrange(300, 1500))
         w.heal()
         if w.mirrors and r.random() < 0.5:
-            tear(w)
+            mark_inconsistent(w)
         switch(w)
         w.loss = r.choice((0.0, 0.3))
         w.run(r.randrange(0, 300))
@@ -741,7 +741,7 @@ def move(w: World) -> None:
         w.publish(route=False, to=0.5)
 
 
-def tear(w: World) -> None:
+def mark_inconsistent(w: World) -> None:
     """One mirror lacks a difference; sooner or later the brain makes another."""
     whole = [m for m in w.mirrors if m.id in w.at(m.at).store.mirrors]
     if not whole:

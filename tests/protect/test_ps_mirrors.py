@@ -404,11 +404,11 @@ def test_a_mirror_that_lacks_a_difference_is_made_again_under_pushes(
     stream, number = inbox.received((0, 1))
     inbox.set_received((0, 1), (stream, number + 1))  # the next one of ps:0 counts as one that came before
     c.push(5)
-    until(lambda: bool(machine.torn))
-    torn = set(machine.torn)
+    until(lambda: bool(machine.inconsistent))
+    inconsistent = set(machine.inconsistent)
     assert not any(p.failures for p in c.ps.values())
-    assert not torn & set(machine.complete)
-    c.mirrors = [m for m in c.mirrors if m.id not in torn]
+    assert not inconsistent & set(machine.complete)
+    c.mirrors = [m for m in c.mirrors if m.id not in inconsistent]
     for first in (0, 4):
         if not any(m.at == 4 and m.members[0] == first for m in c.mirrors):
             c.mirror([first, first + 1, first + 2, first + 3], 4, 0)
@@ -416,7 +416,7 @@ def test_a_mirror_that_lacks_a_difference_is_made_again_under_pushes(
     c.push(10)
     until(c.whole)
     c.check_mirrors()
-    assert not machine.torn
+    assert not machine.inconsistent
     lost = [1, 5]
     before = c.digests(lost)
     c.lose(1)
@@ -533,13 +533,13 @@ class Held:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.on = False
-        sweep = Machine._sweep_partition
+        sync = Machine._sync_partition
 
         def held(machine: Machine, partition: PartitionId) -> bool:
-            todo = machine._sweeps[partition][0].todo
-            return not (self.on and todo and todo[0][0] is StreamKind.BODIES) and sweep(machine, partition)
+            todo = machine._syncs[partition][0].todo
+            return not (self.on and todo and todo[0][0] is StreamKind.BODIES) and sync(machine, partition)
 
-        monkeypatch.setattr(Machine, "_sweep_partition", held)
+        monkeypatch.setattr(Machine, "_sync_partition", held)
 
 
 def pull(c: Cluster, p: Ps, spec: TableSpec, keys: np.ndarray) -> np.ndarray:

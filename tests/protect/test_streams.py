@@ -10,10 +10,10 @@ from everstep.protect.replication import (
     AppendCode,
     Outgoing,
     PeerKey,
-    ReplicationStreams,
+    PythonReplicationSender,
     StreamItem,
     StreamKind,
-    SweepTarget,
+    SyncTarget,
 )
 
 A: PeerKey = (Slot(1), Incarnation(1))
@@ -26,14 +26,14 @@ def change(partition: PartitionId, seq: int) -> Outgoing:
 
 
 @pytest.fixture
-def streams() -> ReplicationStreams:
-    s = ReplicationStreams()
+def streams() -> PythonReplicationSender:
+    s = PythonReplicationSender()
     s.live({A, C}, 7)
     s.routes = {B0: (A, C), B1: (A,)}
     return s
 
 
-def test_a_ticket_is_done_when_all_who_got_it_have_answered(streams: ReplicationStreams) -> None:
+def test_a_ticket_is_done_when_all_who_got_it_have_answered(streams: PythonReplicationSender) -> None:
     streams.append(0, [change(B0, 1), change(B1, 1), change(PartitionId(5), 1)])
     assert streams.done_ticket == 0 and streams.waiting_bytes == 30
     assert streams.answered(A, 0, [AppendCode.APPLIED, AppendCode.APPLIED]) == {}
@@ -43,7 +43,7 @@ def test_a_ticket_is_done_when_all_who_got_it_have_answered(streams: Replication
     assert not streams.owes(B0)
 
 
-def test_what_is_not_answered_is_sent_again_and_an_answer_twice_counts_once(streams: ReplicationStreams) -> None:
+def test_what_is_not_answered_is_sent_again_and_an_answer_twice_counts_once(streams: PythonReplicationSender) -> None:
     streams.append(0, [change(B1, n) for n in range(1, 5)])
     first = streams.batch(A, 20)
     assert first is not None and (first.stream, first.first, len(first.items)) == (7, 0, 2)
@@ -55,7 +55,7 @@ def test_what_is_not_answered_is_sent_again_and_an_answer_twice_counts_once(stre
     assert rest is not None and (rest.first, [i.seq for i in rest.items]) == (2, [3])  # at least one
 
 
-def test_a_peer_that_is_gone_is_owed_nothing(streams: ReplicationStreams) -> None:
+def test_a_peer_that_is_gone_is_owed_nothing(streams: PythonReplicationSender) -> None:
     streams.append(0, [change(B0, 1)])
     streams.answered(A, 0, [0])
     streams.live({A}, 8)
@@ -66,7 +66,7 @@ def test_a_peer_that_is_gone_is_owed_nothing(streams: ReplicationStreams) -> Non
     assert streams.done_ticket == 2
 
 
-def test_a_refusal_is_remembered_and_tells_nobody_that_all_have_it(streams: ReplicationStreams) -> None:
+def test_a_refusal_is_remembered_and_tells_nobody_that_all_have_it(streams: PythonReplicationSender) -> None:
     streams.append(0, [change(B0, 1), change(B0, 2)])
     assert streams.answered(C, 0, [AppendCode.REFUSED, AppendCode.APPLIED]) == {B0: 0}
     streams.answered(A, 0, [0, 0])
@@ -76,20 +76,20 @@ def test_a_refusal_is_remembered_and_tells_nobody_that_all_have_it(streams: Repl
     assert batch is not None and batch.confirmed == ((B0, 2),)  # of the second one only
 
 
-def test_contents_go_to_who_wanted_them_up_to_the_marks(streams: ReplicationStreams) -> None:
-    streams.sweep(B1, 1, [SweepTarget(C, 9, 3)])
+def test_contents_go_to_who_wanted_them_up_to_the_marks(streams: PythonReplicationSender) -> None:
+    streams.sync(B1, 1, [SyncTarget(C, 9, 3)])
     heads = Outgoing(B1, 1, StreamKind.HEADS, b"h", 1)
     streams.append(0, [heads, change(B1, 2), heads, Outgoing(B1, 2, StreamKind.MARKS, b"m", 1), heads])
     batch = streams.batch(C, 100)
     assert batch is not None  # not what stood in the outbox before the sweep, nor what came behind its end
-    assert [(i.kind, i.ticket, i.mirror, i.sweep) for i in batch.items] == [
+    assert [(i.kind, i.ticket, i.mirror, i.sync) for i in batch.items] == [
         (StreamKind.HEADS, 2, 9, 3),
         (StreamKind.MARKS, 3, 9, 3),
     ]
-    assert streams.sweep_bytes == 2
+    assert streams.sync_bytes == 2
 
 
-def test_levelling_is_waited_for(streams: ReplicationStreams) -> None:
+def test_levelling_is_waited_for(streams: PythonReplicationSender) -> None:
     streams.send(A, StreamItem(-1, B0, 5, StreamKind.CHANGE, 3, 0, b"", 0))
     assert (streams.done_ticket, streams.levelling) == (0, 1)
     streams.answered(A, 0, [0])

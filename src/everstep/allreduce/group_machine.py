@@ -125,7 +125,7 @@ class GroupMachine:
             actions.append(AbortGroup(self._building[0]))
             self._building = None
         if self._change is not None and self._change.broken_by(group):
-            actions += self._strand()
+            actions += self._give_up_steps()
         # An entered vote may still choose what it was told; everything else is superseded. Cutting it also frees
         # whoever entered it already and waits there for us.
         for generation in [g for g, ready in self._ready.items() if ready not in (self._said, self._change)]:
@@ -237,7 +237,7 @@ class GroupMachine:
             self._change = None
         return [AbortGroup(self.present.generation)]
 
-    def _strand(self) -> list[Action]:
+    def _give_up_steps(self) -> list[Action]:
         """Cut the group: what everybody agreed to go over to is broken before this member is there; others may be."""
         self._change = None
         return self.broke()
@@ -270,7 +270,7 @@ class GroupMachine:
         if mine is not None and said == -minus_said == mine.generation:
             self._change = mine
             if self.newest is not None and mine.broken_by(self.newest):
-                actions += self._strand()
+                actions += self._give_up_steps()
         if split == -minus_split:
             self._divide()
         # what was said and not taken, and is not the newest any more, is over

@@ -40,11 +40,13 @@ class MasterStarted(Fact, frozen=True, tag="master_started"):
     """A master took over the journal. Its incarnation numbers its leases and fences older masters. ``settles``: its
     brain settles after each fact until nothing more follows. Brains of before this release asked each concern once, so
     that some instructions came with the next fact, and let workers train on while a job that is asked to stop takes its
-    last checkpoint; what their masters recorded is replayed in their way."""
+    last checkpoint; what their masters recorded is replayed in their way. ``empties``, likewise: a node that is drained
+    is emptied also where too few ps are left for the parity."""
 
     incarnation: Incarnation
     spec: JobSpec
     settles: bool = False
+    empties: bool = False
 
 
 class NodeJoined(Fact, frozen=True, tag="node_joined"):
@@ -89,11 +91,11 @@ class MemberJoined(Fact, frozen=True, tag="member_joined"):
 
 
 class MirrorsReady(Fact, frozen=True, tag="mirrors_ready"):
-    """A ps has everything of these mirrors' members. ``torn``: mirrors that lack something for good. Answer: Ok |
-    Fenced."""
+    """A ps has everything of these mirrors' members. ``inconsistent``: mirrors that lack something for good. Answer: Ok
+    | Fenced."""
 
     mirrors: tuple[Whole, ...]
-    torn: tuple[Whole, ...] = ()
+    inconsistent: tuple[Whole, ...] = ()
 
 
 class PartitionsReady(Fact, frozen=True, tag="buckets_ready"):

@@ -22,8 +22,8 @@ class Phase(StrEnum):
 
 class JobState(msgspec.Struct, kw_only=True):
     """``workers_wanted``, ``ps_wanted``: slots 0..n-1 should be filled. ``leases``: counter of this master's lease
-    numbers. ``settles``: see :class:`everstep.brain.events.MasterStarted`. ``gathered``: the job waits for no more
-    nodes before it begins (``nodes``); ``nodes_due_at``: until then it does, 0.0: none has joined. ``anyway``:
+    numbers. ``settles``, ``empties``: see :class:`everstep.brain.events.MasterStarted`. ``gathered``: the job waits for
+    no more nodes before it begins (``nodes``); ``nodes_due_at``: until then it does, 0.0: none has joined. ``anyway``:
     the job has waited for long enough, and runs with those who are there. ``workers_asked``: how many it was scaled to
     last, beside those that nodes bring along; 0: it was not scaled."""
 
@@ -41,6 +41,7 @@ class JobState(msgspec.Struct, kw_only=True):
     master_failures: int = 0
     node_failures: int = 0
     settles: bool = False
+    empties: bool = False
     gathered: bool = False
     nodes_due_at: float = 0.0
     anyway: bool = False

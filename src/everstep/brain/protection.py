@@ -24,12 +24,12 @@ from everstep.policies.stripes import StripeLayout
 Inputs = dict[str, str | int | float | bool]
 
 
-class Protection(msgspec.Struct, kw_only=True):
+class Protection(msgspec.Struct, kw_only=True, rename={"inconsistent": "torn"}):
     """Holds what the brain knows of partitions and mirrors.
 
     ``layout``: what the placement shall become, over the ps ``over``, which stand at ``sites``. ``uneven``: a node came
     that offers places, and may get ps of others. ``mirrors``: the last mirror id used. ``ready``: mirrors that have
-    everything. ``torn``: mirrors that lack something for good, until the map names them no more. ``missing``:
+    everything. ``inconsistent``: mirrors that lack something for good, until the map names them no more. ``missing``:
     partitions whose owner does not hold them yet. ``leaving``: slots that give everything away and are not filled
     again, but for ``refill``: where another ps is started then. ``wave``: slots of ps that were started together: they
     get something when all of them have joined, by one plan. ``maps``:
@@ -51,7 +51,7 @@ class Protection(msgspec.Struct, kw_only=True):
     wave: list[Slot] = []
     gone: list[PartitionId] = []
     ending: list[tuple[Slot, Incarnation]] = []
-    torn: list[int] = []
+    inconsistent: list[int] = []
     lost: list[PartitionId] = []
     stuck: list[PartitionId] = []
     went_back: bool = False

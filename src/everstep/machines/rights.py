@@ -202,7 +202,7 @@ def _give_back(brain: Brain, who: Sender, r: ShardReturned) -> str:
 
 
 def _mirror_ready(brain: Brain, who: Sender, r: MirrorsReady) -> str:
-    return _mirrors(brain, (*r.mirrors, *r.torn))
+    return _mirrors(brain, (*r.mirrors, *r.inconsistent))
 
 
 def _partitions_ready(brain: Brain, who: Sender, r: PartitionsReady) -> str:

@@ -95,9 +95,9 @@ class OwnershipCheck:
         counted = _Counted()
         honest = True
         for i, stint in enumerate(stints):
-            if stint.took is not None or i:
+            if stint.acquired is not None or i:
                 honest = self._take(partition, counted, stints, i) and honest
-            base = counted.print() if stint.took is None else stint.took.fingerprint
+            base = counted.print() if stint.acquired is None else stint.acquired.fingerprint
             log = stint.log
             rows = log.rows_of(partition, stint.first, stint.last)
             value = self._value(log)[rows]
@@ -122,18 +122,18 @@ class OwnershipCheck:
     def _take(self, partition: int, counted: _Counted, stints: list[PartitionStint], i: int) -> bool:
         """Settle what counts of all before stint ``i``; whether its fingerprint is the one that was taken."""
         stint = stints[i]
-        took = stint.took
+        acquired = stint.acquired
         counts = self.report.counts
-        if took is None or took.how is Arrival.BEGUN:  # empty: nothing of the old one is left
-            if took is not None:
+        if acquired is None or acquired.how is Arrival.BEGUN:  # empty: nothing of the old one is left
+            if acquired is not None:
                 counts["taken"] += 1
                 counts[Arrival.BEGUN] = counts.get(Arrival.BEGUN, 0) + 1
             counts["void"] += len(counted.shard)
             counted.keep(np.zeros(len(counted.shard), bool))
             return True
         counts["taken"] += 1
-        counts[took.how] = counts.get(took.how, 0) + 1
-        marks = dict(np.frombuffer(took.shards[: len(took.shards) // 16 * 16], "<i8").reshape(-1, 2).tolist())
+        counts[acquired.how] = counts.get(acquired.how, 0) + 1
+        marks = dict(np.frombuffer(acquired.shards[: len(acquired.shards) // 16 * 16], "<i8").reshape(-1, 2).tolist())
         keys = np.array(sorted(marks), np.int64)
         upto = np.array([marks[k] for k in keys.tolist()], np.int64)
         where = np.searchsorted(keys, counted.shard)
@@ -158,18 +158,18 @@ class OwnershipCheck:
         counted.keep(kept)
         first = i == 0  # goes on from a checkpoint of another run
         self._vouch(counted, marks, over.tolist(), (self.fold.resumed - set(marks)) if first else set(), first)
-        if counted.print() == took.fingerprint:
+        if counted.print() == acquired.fingerprint:
             return True
         # Shards that came and went in a log's lost tail: the plan knows them, and only the sum can tell.
         here = set(counted.shard.tolist()) | set(marks)
         lost = [k for k in self.done - self.fold.resumed if k not in here and k not in again]
         total = counted.print() + sum(int(self.fingerprints.whole(k)) for k in lost)
-        if lost and total % _M64 == took.fingerprint:
+        if lost and total % _M64 == acquired.fingerprint:
             self._vouch(counted, {}, lost, set(), False)
             return True
         if first:
             return True  # what the run before skipped is not known here: its own audit says it
-        detail = f"{stint.log.name} took it over ({took.how}) with other samples than its owners' logs say"
+        detail = f"{stint.log.name} took it over ({acquired.how}) with other samples than its owners' logs say"
         self._offend("fingerprint", partition, stint, -1, -1, -1, detail)
         return False
 
@@ -263,7 +263,7 @@ class OwnershipCheck:
         others the logs must be believed."""
         stint = stints[-1]
         log = stint.log
-        if not log.closed or not log.cuts or stint.gave is not None or stints[0].took is not None:
+        if not log.closed or not log.cuts or stint.released is not None or stints[0].acquired is not None:
             return
         place = self._places(log)[-1].get(partition)
         if place is None:
@@ -323,17 +323,17 @@ class OwnershipCheck:
 
 def _within(stint: PartitionStint, before: int, seq: int) -> bool:
     """Return whether a cut was made during the stint."""
-    after = stint.took is None or seq > stint.took.seq
-    return after and (stint.gave is None or seq < stint.gave.seq) and stint.first <= before <= stint.last
+    after = stint.acquired is None or seq > stint.acquired.seq
+    return after and (stint.released is None or seq < stint.released.seq) and stint.first <= before <= stint.last
 
 
 def _in_order(stints: list[PartitionStint]) -> list[PartitionStint]:
     """Return stints by the placements under which they began; where a log does not know them, by time. One that began
     empty is the first, or the first sign of its new life."""
-    if sum(s.took is None for s in stints) <= 1 and all(s.took is None or s.took.version for s in stints):
-        return sorted(stints, key=lambda s: (s.took.version, s.took.at) if s.took is not None else (0, 0.0))
-    fresh = sorted((s for s in stints if s.took is None), key=lambda s: s.log.life)
-    timed = [(s.at, s) for s in stints if s.took is not None]
+    if sum(s.acquired is None for s in stints) <= 1 and all(s.acquired is None or s.acquired.version for s in stints):
+        return sorted(stints, key=lambda s: (s.acquired.version, s.acquired.at) if s.acquired is not None else (0, 0.0))
+    fresh = sorted((s for s in stints if s.acquired is None), key=lambda s: s.log.life)
+    timed = [(s.at, s) for s in stints if s.acquired is not None]
     for i, s in enumerate(fresh):
         if i == 0:
             timed.append((-1.0, s))

@@ -21,14 +21,15 @@ ALL = -1  # in PsLog.partitions: every partition owned then
 class PartitionStint(NamedTuple):
     """Is one ps's time with one partition: the pushes ``[first, last)`` of its log, as far as they name the partition.
 
-    ``took``: how it came; None: it began here, empty. ``gave``: it left in order. ``at``: when it came, 0.0: unknown.
+    ``acquired``: how it came; None: it began here, empty. ``released``: it left in order. ``at``: when it came, 0.0:
+    unknown.
     """
 
     log: PsLog
-    took: AcquiredRecord | None
+    acquired: AcquiredRecord | None
     first: int
     last: int
-    gave: ReleasedRecord | None
+    released: ReleasedRecord | None
     at: float
 
 
@@ -147,11 +148,11 @@ class PsLog:
         self._owned_now = np.array(sorted(self._now), np.int64)
         self._changes.append((len(self._rows), self._owned_now))
 
-    def _end(self, partition: int, gave: ReleasedRecord | None) -> None:
-        took, first = self._open.pop(partition)
+    def _end(self, partition: int, released: ReleasedRecord | None) -> None:
+        acquired, first = self._open.pop(partition)
         last = len(self._rows) or self.n
-        at = took.at if took is not None else 0.0
-        self.stints.setdefault(partition, []).append(PartitionStint(self, took, first, last, gave, at))
+        at = acquired.at if acquired is not None else 0.0
+        self.stints.setdefault(partition, []).append(PartitionStint(self, acquired, first, last, released, at))
 
     def owned_spans(self) -> Iterable[tuple[int, int, NDArray[np.int64]]]:
         """``(first, last, owned)``: pushes ``[first, last)`` were made while these partitions were owned."""

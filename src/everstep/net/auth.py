@@ -276,7 +276,7 @@ class ClientAuth:
         self._hello = _Hello(secrets.token_bytes(_NONCE_BYTES), identity)
         self.server: Identity | None = None
         self._nonce = b""
-        self.farewell = b""  # to send before closing after a SecretError: the server then knows why
+        self.refusal = b""  # to send before closing after a SecretError: the server then knows why
 
     def begin(self) -> bytes:
         return _frame(self._hello)
@@ -294,7 +294,7 @@ class ClientAuth:
             raise WireError("malformed handshake: no challenge")
         expected = _mac(self._secret, b"server", self._hello, message.nonce, message.identity)
         if not hmac.compare_digest(expected, message.mac):
-            self.farewell = _frame(_Refusal(RefusalReason.SECRET))
+            self.refusal = _frame(_Refusal(RefusalReason.SECRET))
             raise SecretError("the server does not have this job's secret: the secret file belongs to another job")
         self.server = message.identity
         self._nonce = message.nonce
@@ -310,7 +310,7 @@ class ClientAuth:
 class ServerAuth:
     """Is the server's side: ``take(frame)`` for the client's two frames, send what it returns.
 
-    ``client`` is set, and ``done`` true, once the client has proved itself. On a WireError send ``farewell`` and
+    ``client`` is set, and ``done`` true, once the client has proved itself. On a WireError send ``refusal`` and
     close."""
 
     def __init__(self, secret: Secret, identity: Identity) -> None:
@@ -319,7 +319,7 @@ class ServerAuth:
         self._nonce = secrets.token_bytes(_NONCE_BYTES)
         self._hello: _Hello | None = None
         self.client: Identity | None = None
-        self.farewell = b""
+        self.refusal = b""
 
     @property
     def done(self) -> bool:
@@ -336,7 +336,7 @@ class ServerAuth:
             if not isinstance(message, _Hello) or len(message.nonce) != _NONCE_BYTES:
                 raise WireError("malformed handshake: no hello")
             if message.identity.purpose != self._identity.purpose:
-                self.farewell = _frame(_Refusal(RefusalReason.PURPOSE))
+                self.refusal = _frame(_Refusal(RefusalReason.PURPOSE))
                 raise WireError(f"{message.identity} asked for a {message.identity.purpose} connection here")
             self._hello = message
             mac = _mac(self._secret, b"server", message, self._nonce, self._identity)
@@ -345,7 +345,7 @@ class ServerAuth:
             raise WireError("malformed handshake: no proof")
         expected = _mac(self._secret, b"client", self._hello, self._nonce, self._identity)
         if not hmac.compare_digest(expected, message.mac):
-            self.farewell = _frame(_Refusal(RefusalReason.SECRET))
+            self.refusal = _frame(_Refusal(RefusalReason.SECRET))
             raise SecretError(f"the peer that calls itself {self._hello.identity} has another secret than this job's")
         self.client = self._hello.identity
         return b""
@@ -360,11 +360,11 @@ class ServerAuth:
         # Before anything else is decoded: another version may have other fields.
         versions = decode_header(_old_hello, frame.header, "handshake").identity
         if (versions.protocol, versions.package) != (PROTOCOL, __version__):
-            self.farewell = _frame(_Refusal(RefusalReason.VERSION))
+            self.refusal = _frame(_Refusal(RefusalReason.VERSION))
             raise _version_error("the peer", versions.protocol, versions.package)
 
 
-def _farewell(stream: FrameSocket, frame: bytes) -> None:
+def _send_refusal(stream: FrameSocket, frame: bytes) -> None:
     if frame:
         with contextlib.suppress(WireError, DeadlineError):  # a courtesy
             stream.send_raw(frame, deadline=Deadline(0.2))
@@ -385,7 +385,7 @@ def authenticate_client(
     except ClosedError:
         raise WireError("the server closed the connection during the handshake") from None
     except WireError:
-        _farewell(stream, auth.farewell)
+        _send_refusal(stream, auth.refusal)
         raise
     assert auth.server is not None
     if seal and stream.exposed:
@@ -406,7 +406,7 @@ def authenticate_server(
     except ClosedError:
         raise WireError("the peer closed the connection during the handshake") from None
     except WireError:
-        _farewell(stream, auth.farewell)
+        _send_refusal(stream, auth.refusal)
         raise
     assert auth.client is not None
     if seal and stream.exposed:

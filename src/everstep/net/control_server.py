@@ -281,8 +281,8 @@ class _Connection(asyncio.Protocol):
             try:
                 reply = self._auth.take(frame)
             except WireError:
-                if self._auth.farewell:
-                    self._transport.write(self._auth.farewell)
+                if self._auth.refusal:
+                    self._transport.write(self._auth.refusal)
                 raise
             if reply:
                 self._transport.write(reply)

@@ -30,8 +30,8 @@ def decode_feed(header: bytes) -> Feed:
             Incarnation(incarnation),
             (),
             tuple(
-                StreamEntry(PartitionId(partition), seq, kind, size, sweep)
-                for partition, kind, seq, size, _, sweep in found
+                StreamEntry(PartitionId(partition), seq, kind, size, sync)
+                for partition, kind, seq, size, _, sync in found
             ),
             tuple(mirror for _, _, _, _, mirror, _ in found),
             tuple((PartitionId(partition), seq) for partition, seq in confirmed),
@@ -47,6 +47,6 @@ def encode_feed(feed: Feed) -> bytes:
     head = (feed.version, feed.sender, feed.incarnation, feed.stream, feed.first)
     out = [_FEED.pack(*head, len(feed.entries), len(feed.confirmed))]
     for e, mirror in zip(feed.entries, feed.mirrors, strict=True):
-        out.append(_ENTRY.pack(e.partition, e.kind, e.seq, e.size_bytes, mirror, e.sweep))
+        out.append(_ENTRY.pack(e.partition, e.kind, e.seq, e.size_bytes, mirror, e.sync))
     out += [_CONFIRMED.pack(partition, seq) for partition, seq in feed.confirmed]
     return b"".join(out)

@@ -360,13 +360,13 @@ class Stat(msgspec.Struct, frozen=True, tag="stat"):
 class StreamEntry(msgspec.Struct, frozen=True, array_like=True):
     """Is one blob of a partition's stream (format: native/blob.h), ``size_bytes`` long, in order behind the header.
 
-    ``sweep``: of contents, the number of the Want that asked for them."""
+    ``sync``: of contents, the number of the FetchContents that asked for them."""
 
     partition: PartitionId
     seq: WholeOrNone
     kind: WholeOrNone
     size_bytes: Whole
-    sweep: Whole = 0
+    sync: Whole = 0
 
 
 class Feed(msgspec.Struct, frozen=True, tag="feed"):
@@ -387,12 +387,12 @@ class Feed(msgspec.Struct, frozen=True, tag="feed"):
     stream: Whole = 0
 
 
-class Want(msgspec.Struct, frozen=True, tag="want", rename={"partition": "bucket"}):
+class FetchContents(msgspec.Struct, frozen=True, tag="want", rename={"partition": "bucket", "sync": "sweep"}):
     """From a mirror's ps to the owner of ``partition``: send its contents into your stream to me (in order with its
     differences). ``purpose``: "build" a mirror, or "fold" it out of mirror ``mirror`` (recovery); or "other", to the ps
     of the stripe's other row, of which ``partition`` and more are lost: the rest of your row when the living members
     are folded out of it. Out of turn, because somebody waits for them: "rows", to fold these ``slots`` (uint32 bytes)
-    of ``table`` now, and "rest", the same of what was asked for by "other". ``sweep``: number of this wish at the
+    of ``table`` now, and "rest", the same of what was asked for by "other". ``sync``: number of this wish at the
     sender; a wish with another number is another one. Idempotent. Answer: Taken | Moved | Bad."""
 
     version: Whole
@@ -401,7 +401,7 @@ class Want(msgspec.Struct, frozen=True, tag="want", rename={"partition": "bucket
     mirror: Whole
     partition: PartitionId
     purpose: str
-    sweep: Whole = 0
+    sync: Whole = 0
     lost: tuple[PartitionId, ...] = ()  # "other", "rest": all members that are lost
     table: Whole = 0  # "rows", "rest"
     slots: bytes = b""
@@ -409,7 +409,7 @@ class Want(msgspec.Struct, frozen=True, tag="want", rename={"partition": "bucket
 
 class FetchLog(msgspec.Struct, frozen=True, tag="tail", rename={"partition": "bucket"}):
     """Tells a ps with another mirror of ``partition``, from its new owner: from now on take differences of it from me
-    only (you have placement ``version`` or newer, else Moved), and give me those after ``seq``. Answer: Tailed."""
+    only (you have placement ``version`` or newer, else Moved), and give me those after ``seq``. Answer: LogFetched."""
 
     version: Whole
     sender: Slot
@@ -419,10 +419,10 @@ class FetchLog(msgspec.Struct, frozen=True, tag="tail", rename={"partition": "bu
     seq: WholeOrNone
 
 
-class HandOver(msgspec.Struct, frozen=True, tag="hand_over", rename={"partition": "bucket"}):
+class TransferOwnership(msgspec.Struct, frozen=True, tag="hand_over", rename={"partition": "bucket"}):
     """Tells the old, living owner, from the new one (its move mirror complete): stop serving ``partition``, let all its
     mirrors confirm everything, then answer with its last seq (-1: it is not here). ``done``: the new owner has it, drop
-    it. Idempotent. Answer: HandedOver | Moved (also: not all is confirmed yet, ask again) | Bad."""
+    it. Idempotent. Answer: OwnershipTransferred | Moved (also: not all is confirmed yet, ask again) | Bad."""
 
     version: Whole
     partition: PartitionId
@@ -536,9 +536,9 @@ DataRequest = (
     | Peek
     | Stat
     | Feed
-    | Want
+    | FetchContents
     | FetchLog
-    | HandOver
+    | TransferOwnership
     | AskState
     | ReadState
     | NextStep
@@ -609,7 +609,7 @@ class Fed(msgspec.Struct, frozen=True, tag="fed"):
     applied: bytes
 
 
-class Tailed(msgspec.Struct, frozen=True, tag="tailed"):
+class LogFetched(msgspec.Struct, frozen=True, tag="tailed"):
     """Brings a log's tail; ``seq``: where the mirror is; ``entries``: what it has after the asked seq, blobs in the
     body."""
 
@@ -617,7 +617,7 @@ class Tailed(msgspec.Struct, frozen=True, tag="tailed"):
     entries: tuple[StreamEntry, ...] = ()
 
 
-class HandedOver(msgspec.Struct, frozen=True, tag="handed_over"):
+class OwnershipTransferred(msgspec.Struct, frozen=True, tag="handed_over"):
     seq: int
 
 
@@ -708,8 +708,8 @@ DataAnswer = (
     | Peeked
     | PsStats
     | Fed
-    | Tailed
-    | HandedOver
+    | LogFetched
+    | OwnershipTransferred
     | StateReady
     | StatePart
     | StepDid

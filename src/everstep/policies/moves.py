@@ -110,7 +110,10 @@ def _mirrors(builder: PlacementBuilder, layout: StripeLayout, steps: MoveSteps, 
         spare = [m for m in have if m.at != site and m.id in builder.ready]
         if there and there[0].id in builder.ready:
             owners = {builder.owner[b] for b in members}
-            if any(builder.owner[b] == site != layout.owner[b] for b in members):  # a member there is to move away
+            leaves = [
+                b for b in members if builder.owner[b] == site and (layout.owner[b] != site or not builder.empties)
+            ]
+            if leaves:  # its place is still taken by a member that is to move away
                 spare = [m for m in spare if m.at not in owners]
             else:
                 spare = []
@@ -125,7 +128,11 @@ def _mirrors(builder: PlacementBuilder, layout: StripeLayout, steps: MoveSteps, 
 def _worthless(builder: PlacementBuilder, layout: StripeLayout, stripe: int, row: int) -> bool:
     """Return whether this row's mirror would be a second copy beside the only partition it has: too few ps are left."""
     members = builder.members(stripe)
-    return len(members) == 1 and layout.sites[stripe][row] == builder.owner[members[0]] == layout.owner[members[0]]
+    return (
+        builder.empties
+        and len(members) == 1
+        and layout.sites[stripe][row] == builder.owner[members[0]] == layout.owner[members[0]]
+    )
 
 
 def _is_made(

@@ -16,7 +16,7 @@ class How(StrEnum):
     """Says how the owner of a partition that it does not hold yet comes by it."""
 
     PROMOTE = "promote"  # it has a mirror of this partition alone; the old owner is dead
-    FOLD = "fold"  # out of a stripe's mirror, which it has
+    RECONSTRUCT = "fold"  # out of a stripe's mirror, which it has
     LOAD = "load"  # from a checkpoint's snapshot
     HAND_OVER = "hand_over"  # it has a mirror of this partition alone; the old owner lives and stops first
     TAKE_BACK = "take_back"  # it had handed it over to one that died before it said that it has it
@@ -35,7 +35,7 @@ class PlacementBuilder(msgspec.Struct, kw_only=True):
     """Is the next placement while it is being made. ``ready``: ids of mirrors that have everything. ``version``: of the
     placement that this becomes; ``routing``: of the one before, when its owners last changed. ``next_id``: of the next
     new mirror. ``snapshots``: as in the placement. ``stuck``: partitions of which their living owner says that it
-    cannot get them."""
+    cannot get them. ``empties``: see :class:`everstep.brain.events.MasterStarted`."""
 
     code: ParityCode
     version: int
@@ -48,6 +48,7 @@ class PlacementBuilder(msgspec.Struct, kw_only=True):
     snapshots: dict[PartitionId, int]
     next_id: int
     stuck: frozenset[PartitionId] = frozenset()
+    empties: bool = True
 
     @property
     def stripes(self) -> int:

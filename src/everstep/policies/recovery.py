@@ -72,8 +72,8 @@ def recover(builder: PlacementBuilder, snapshot_of: Callable[[PartitionId], int 
     homeless = [
         PartitionId(b) for b, slot in enumerate(builder.owner) if slot not in builder.living or b in builder.stuck
     ]
-    folding_at = {b // builder.code.k for b in builder.missing if _is_folding(builder, b)}
-    if not homeless and not folding_at:
+    reconstructing_at = {b // builder.code.k for b in builder.missing if _is_reconstructing(builder, b)}
+    if not homeless and not reconstructing_at:
         return result
     rest: list[PartitionId] = []
     for partition in homeless:
@@ -83,17 +83,17 @@ def recover(builder: PlacementBuilder, snapshot_of: Callable[[PartitionId], int 
             result.promoted.append(partition)
         else:
             rest.append(partition)
-    for stripe in sorted({partition // builder.code.k for partition in rest} | folding_at):
+    for stripe in sorted({partition // builder.code.k for partition in rest} | reconstructing_at):
         members = members_of(builder.code, stripe, len(builder.owner))
-        folding = [b for b in members if b not in rest and _is_folding(builder, b)]
-        lost = sorted([*(b for b in rest if b in members), *folding])
+        reconstructing = [b for b in members if b not in rest and _is_reconstructing(builder, b)]
+        lost = sorted([*(b for b in rest if b in members), *reconstructing])
         base = _base(builder, stripe, len(lost))
         if base is not None:
             if not any(b in rest for b in lost):
                 continue  # a fold that is under way and still has all rows that it needs
             for partition in lost:
                 if partition in rest or builder.owner[partition] != base.at:
-                    builder.give(partition, base.at, How.FOLD)
+                    builder.give(partition, base.at, How.RECONSTRUCT)
                     result.folded.append(partition)
             continue
         void = False
@@ -137,9 +137,9 @@ def begin_again(builder: PlacementBuilder, result: Recovered) -> None:
     builder.drop([m for m in builder.mirrors if begun & set(m.members)])
 
 
-def _is_folding(builder: PlacementBuilder, partition: PartitionId) -> bool:
+def _is_reconstructing(builder: PlacementBuilder, partition: PartitionId) -> bool:
     pending = builder.missing.get(partition)
-    return pending is not None and pending.how is How.FOLD and partition not in builder.stuck
+    return pending is not None and pending.how is How.RECONSTRUCT and partition not in builder.stuck
 
 
 def _base(builder: PlacementBuilder, stripe: int, lost: int) -> Mirror | None:

@@ -1,4 +1,4 @@
-"""Is ``ReplicationStreams`` in C++ (native/carrier.h), for real ps: the threads that wait for mirrors bring them what
+"""Sends to mirrors by C++ (native/carrier.h), for real ps: the threads that wait for mirrors bring them what
 they are owed without the interpreter. ``protect/replication.py`` says what it all means and is its oracle; the
 simulator runs that one.
 """
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from everstep.ids import PartitionId
 from everstep.native import Store, _native
-from everstep.protect.replication import Batch, Outgoing, PeerKey, StreamItem, SweepTarget
+from everstep.protect.replication import Batch, Outgoing, PeerKey, StreamItem, SyncTarget
 
 
 class CarryOutcome(IntEnum):
@@ -95,7 +95,7 @@ class ReplicationSender:
         return self.native.counts()[2]
 
     @property
-    def sweep_bytes(self) -> int:
+    def sync_bytes(self) -> int:
         return self.native.counts()[3]
 
     @property
@@ -115,16 +115,16 @@ class ReplicationSender:
         counts = self.native.counts()
         return counts[0] == ticket and not counts[5]
 
-    def sweep(self, partition: PartitionId, from_ticket: int, targets: Sequence[SweepTarget]) -> None:
+    def sync(self, partition: PartitionId, from_ticket: int, targets: Sequence[SyncTarget]) -> None:
         self.native.sweep(partition, from_ticket, list(targets))
 
-    def widen(self, partition: PartitionId, from_ticket: int, target: SweepTarget) -> None:
+    def widen(self, partition: PartitionId, from_ticket: int, target: SyncTarget) -> None:
         self.native.widen(partition, from_ticket, target)
 
-    def end_sweeps(self, partition: PartitionId) -> None:
+    def end_syncs(self, partition: PartitionId) -> None:
         self.native.end_sweeps(partition)
 
-    def some(self, partition: PartitionId, target: SweepTarget) -> None:
+    def some(self, partition: PartitionId, target: SyncTarget) -> None:
         self.native.some(partition, target)
 
     def append(self, first_ticket: int, entries: Iterable[Outgoing]) -> set[PeerKey]:
@@ -132,7 +132,7 @@ class ReplicationSender:
         return set(self.native.append(first_ticket, [(e.partition, e.seq, int(e.kind), e.blob) for e in entries]))
 
     def send(self, peer: PeerKey, item: StreamItem) -> None:
-        self.native.send(peer, item.partition, item.seq, int(item.kind), item.mirror, item.sweep, item.blob)
+        self.native.send(peer, item.partition, item.seq, int(item.kind), item.mirror, item.sync, item.blob)
 
     def batch(self, peer: PeerKey, max_bytes: int, max_items: int = 4096) -> Batch | None:
         found = self.native.batch(peer, max_bytes, max_items)

@@ -13,33 +13,38 @@ missed. Five rules:
 2. **Level before promoting.** A new owner asks every other mirror of the partition (``FetchLog``: from now on me) for
    what it has beyond its own, applies that, and sends what they lack. A mirror that is not complete takes no part; its
    ps throws it away and builds it anew whenever the owner of one of its members has changed. For that, ps that keep one
-   of several mirrors of a partition keep its newest differences (*tails*) until the owner says that all mirrors have
-   them.
-3. **The living owner hands over.** When the old owner lives, the new one first asks it to (``HandOver``): it stopped
+   of several mirrors of a partition keep its newest differences (the retained log) until the owner says that all
+   mirrors have them.
+3. **The living owner hands over.** When the old owner lives, the new one first asks it to (``TransferOwnership``): it
+stopped
    serving when it heard of the placement, and answers once all its mirrors have confirmed everything. It keeps the
-   partition until the new owner has it (``HandOver.done``).
-4. **Contents in order.** A mirror that is not complete wishes for the contents of each member (``Want``). They go
+   partition until the new owner has it (``TransferOwnership.done``).
+4. **Contents in order.** A mirror that is not complete wishes for the contents of each member (``FetchContents``). They
+go
    through the owner's outbox, in order with the differences; a wish has a number, and contents that belong to
-   another one are ignored. MARKS ends a sweep; a mirror is complete when all members' sweeps have ended.
-5. **Folding.** A partition whose only mirror here has other members too is recovered from it: the living members'
-   owners send their contents once more (``Want`` "fold"), which takes them out of a copy of the mirror; two lost
-   members of one stripe need the rest of the other row as well (``Want`` "other" to its ps).
-6. **Early.** Which rows a folded partition has is known long before the rows are. From then on (*early*) it answers row
+   another one are ignored. MARKS ends a full sync; a mirror is complete when all members have ended theirs.
+5. **Reconstructing.** A partition whose only mirror here has other members too is recovered from it: the living
+members'
+   owners send their contents once more (``FetchContents`` "fold"), which takes them out of a copy of the mirror; two
+   lost members of one stripe need the rest of the other row as well (``FetchContents`` "other" to its ps).
+6. **Serving while rebuilding.** Which rows a reconstructed partition has is known long before the rows are. From then
+on it answers row
    by row, pushes too: its differences go to its mirrors like any other's, also to the one it is being folded from,
    where they do not concern what is left of the members. Rows that somebody waits for are folded out of turn
    (``demand``). A fold that has to begin anew drops the partition, and waits until all mirrors have what it made: it
    comes back with it.
-7. **Torn.** A mirror that lacks a difference, whatever the reason, is worth nothing and harms nobody: it is thrown away
-   for good, the master hears of it (``torn``) and makes another one, which begins with contents like any other.
+7. **Inconsistent.** A mirror that lacks a difference, whatever the reason, is worth nothing and harms nobody: it is
+thrown away
+   for good, the master hears of it (``inconsistent``) and makes another one, which begins with contents like any other.
 
 Driving it
 ----------
-Inputs are ``place``, ``want``, ``tail``, ``hand_over`` (messages of other ps; they return the answer), ``answered``
-(of what ``asks`` said), ``loaded`` and ``settle``; afterwards carry out ``take_actions`` in order. ``feed`` may run
-while ``feed`` of another sender runs, never at the same time as anything else; afterwards call ``settle`` if ``dirty``.
-What ``asks`` returns is to be sent, and sent again until it is no longer there; the peer may be this ps itself.
-Call ``sweep`` (one piece of contents) while it returns true and the streams are not too full. Between the store's
-outbox and the peers are the ``Streams``, of which the machine sets the routes.
+Inputs are ``place``, ``fetch_contents``, ``fetch_log``, ``hand_over`` (messages of other ps; they return the answer),
+``answered`` (of what ``asks`` said), ``loaded`` and ``settle``; afterwards carry out ``take_actions`` in order.
+``feed`` may run while ``feed`` of another sender runs, never at the same time as anything else; afterwards call
+``settle`` if ``dirty``. What ``asks`` returns is to be sent, and sent again until it is no longer there; the peer may
+be this ps itself. Call ``sync`` (one piece of contents) while it returns true and the streams are not too full. Between
+the store's outbox and the peers are the ``Streams``, of which the machine sets the routes.
 """
 
 from __future__ import annotations
@@ -60,23 +65,23 @@ from everstep.net.messages import (
     DataAnswer,
     Fed,
     Feed,
+    FetchContents,
     FetchLog,
-    HandedOver,
-    HandOver,
+    LogFetched,
     LogTaken,
     Moved,
+    OwnershipTransferred,
     StreamEntry,
-    Tailed,
-    Want,
+    TransferOwnership,
 )
-from everstep.protect.replication import AppendCode, Batch, Blob, Flow, PeerKey, StreamItem, StreamKind, SweepTarget
-from everstep.protect.retained_log import KeptTails, Tails
+from everstep.protect.replication import AppendCode, Batch, Blob, Flow, PeerKey, StreamItem, StreamKind, SyncTarget
+from everstep.protect.retained_log import PythonRetainedLog, RetainedLog
 
 REST = PartitionId(0xFFFFFFFF)
 """In place of a partition: what is left of a row of a stripe when its living members are folded out of it."""
 
 DEMAND_SLOTS = 1 << 14
-"""Slots of one demand, at most: a Want is a header, and headers are small."""
+"""Slots of one demand, at most: a FetchContents is a header, and headers are small."""
 
 
 def _slots(packed: bytes) -> tuple[int, ...]:
@@ -172,7 +177,7 @@ class Acquired(MirrorAction, frozen=True, gc=False):
     how: Arrival
 
 
-class Whole(MirrorAction, frozen=True, gc=False):
+class PartitionRebuilt(MirrorAction, frozen=True, gc=False):
     """``partition``, which was taken early, has all its rows."""
 
     partition: PartitionId
@@ -204,7 +209,7 @@ class Stuck(MirrorAction, frozen=True, gc=False):
     why: str
 
 
-class Torn(MirrorAction, frozen=True, gc=False):
+class MirrorDiscarded(MirrorAction, frozen=True, gc=False):
     """``mirror`` is thrown away, or begins anew with what it was about, for people: ``why``."""
 
     mirror: int
@@ -215,7 +220,7 @@ class Ask(msgspec.Struct, frozen=True, gc=False):
     """Is what to send to ``peer`` (may be this ps), until ``asks`` says it no longer."""
 
     peer: PeerKey
-    request: Want | FetchLog | HandOver
+    request: FetchContents | FetchLog | TransferOwnership
 
 
 # ---------------------------------------------------------------- state
@@ -257,13 +262,13 @@ class _Recovery(msgspec.Struct):
     lost: tuple[PartitionId, ...]
     here: bool  # the lost ones are rebuilt here; else the rest is for ``asker``
     owners: dict[PartitionId, PeerKey]  # of the living members
-    sweep: int
+    sync: int
     other: tuple[int, PeerKey] | None = None  # (sweep, ps of the other row), where two are lost
     folded: set[PartitionId] = msgspec.field(default_factory=set)
     taken: set[PartitionId] = msgspec.field(default_factory=set)
     other_taken: bool = False
     other_done: bool = False
-    asker: SweepTarget | None = None
+    asker: SyncTarget | None = None
     emit: list[tuple[StreamKind, int]] = msgspec.field(default_factory=list)  # what is still to be sent of the rest
     emit_at: int = 0
     all_folded: bool = False  # of the rest for ``asker``: its bodies are in ``emit``
@@ -271,20 +276,20 @@ class _Recovery(msgspec.Struct):
     demands: list[_Demand] = msgspec.field(default_factory=list)
     demanded: dict[int, set[int]] = msgspec.field(default_factory=dict)  # table -> slots, ever
     promised: dict[int, set[int]] = msgspec.field(default_factory=dict)  # of these ``asker`` gets the rest out of turn
-    torn: bool = False  # contents came that do not go on from those before: everything is to be swept again
+    inconsistent: bool = False  # contents came that do not go on from those before: everything is to be swept again
 
 
 class _HeldMirror(msgspec.Struct):
     """Is a mirror that is here."""
 
     mirror: Mirror
-    sweep: int
+    sync: int
     owners: dict[PartitionId, PeerKey]  # of the members, when it was begun
     complete: bool = False
-    swept: set[PartitionId] = msgspec.field(default_factory=set)
+    synced: set[PartitionId] = msgspec.field(default_factory=set)
     taken: set[PartitionId] = msgspec.field(default_factory=set)
     recovery: _Recovery | None = None
-    torn: str = ""  # why it is to be thrown away
+    inconsistent: str = ""  # why it is to be thrown away
 
 
 class _Gain(msgspec.Struct):
@@ -293,7 +298,7 @@ class _Gain(msgspec.Struct):
     version: int
     handed: bool = False
     levelling: bool = False
-    tails: dict[int, int] = msgspec.field(default_factory=dict)  # other mirror -> its seq, -1: none to be had
+    retained: dict[int, int] = msgspec.field(default_factory=dict)  # other mirror -> its seq, -1: none to be had
     level: bool = False
     loading: bool = False
     stuck: bool = False
@@ -302,7 +307,7 @@ class _Gain(msgspec.Struct):
 class _FullSync(msgspec.Struct):
     """Is the contents of one partition on their way into the outbox."""
 
-    targets: list[SweepTarget]
+    targets: list[SyncTarget]
     begun: bool = False
     ticket: int = 0  # the outbox's when it began
     todo: list[tuple[StreamKind, int]] = msgspec.field(default_factory=list)
@@ -321,9 +326,9 @@ class Machine:
         port: Port,
         streams: Flow,
         received: MutableMapping[PeerKey, tuple[int, int]] | None = None,
-        tails: Tails | None = None,
+        retained: RetainedLog | None = None,
     ) -> None:
-        """Take ``received`` and ``tails``: where to keep how far each sender's stream has come, and the newest
+        """Take ``received`` and ``retained``: where to keep how far each sender's stream has come, and the newest
         differences of partitions with several mirrors, for whoever takes entries without us."""
         self.me: PeerKey = (slot, incarnation)
         self.port, self.streams = port, streams
@@ -340,14 +345,14 @@ class Machine:
         self._mirrors: dict[int, _HeldMirror] = {}
         self._by_partition: dict[PartitionId, list[int]] = {}  # mirrors here
         self._sources: dict[PartitionId, _Source] = {}
-        self._tails: Tails = KeptTails() if tails is None else tails
+        self._retained: RetainedLog = PythonRetainedLog() if retained is None else retained
         # By sender: the stream, and the next number in it.
         self._received: MutableMapping[PeerKey, tuple[int, int]] = {} if received is None else received
         self._gains: dict[PartitionId, _Gain] = {}
         self._loads: set[PartitionId] = set()  # snapshots on their way into the store, wanted or not
         self._since: dict[PartitionId, int] = {}  # the outbox's ticket when it began to be served
         self._used: set[int] = set()  # mirrors that became partitions
-        self.torn: set[int] = set()
+        self.inconsistent: set[int] = set()
         """Mirrors that the placement still names and that must be made again: thrown away here, or at another ps and
         beyond being brought to the same point as ours."""
         self._fenced: dict[PartitionId, _Fenced] = {}
@@ -355,9 +360,9 @@ class Machine:
         self._told: tuple[frozenset[int], frozenset[tuple[PartitionId, tuple[int, str]]], frozenset[int]]
         self._told = (frozenset(), frozenset(), frozenset())
         self._goodbyes: dict[PartitionId, PeerKey] = {}
-        self._sweeps: dict[PartitionId, deque[_FullSync]] = {}
+        self._syncs: dict[PartitionId, deque[_FullSync]] = {}
         self._wishes: set[tuple[PeerKey, int, int, PartitionId]] = set()
-        self._next_sweep = 1
+        self._next_sync = 1
         self._restart = False
         self._actions: list[MirrorAction] = []
 
@@ -397,7 +402,7 @@ class Machine:
         """Return those of these partitions that there is no way to get; the master has to find another one."""
         return tuple(sorted(b for b, gain in self._gains.items() if gain.stuck))
 
-    def wants_snapshot(self, partition: PartitionId, checkpoint: int) -> bool:
+    def awaits_snapshot(self, partition: PartitionId, checkpoint: int) -> bool:
         """Return whether a load that is under way is still of any use."""
         return partition in self._gains and self._snapshot(partition) == checkpoint
 
@@ -418,9 +423,9 @@ class Machine:
         return any(h.recovery is not None and h.recovery.here and not h.recovery.early for h in self._mirrors.values())
 
     @property
-    def sweeping(self) -> int:
+    def syncing(self) -> int:
         """Return how many partitions' contents are on their way out, and recoveries under way here."""
-        return len(self._sweeps) + len(self._ended) + sum(h.recovery is not None for h in self._mirrors.values())
+        return len(self._syncs) + len(self._ended) + sum(h.recovery is not None for h in self._mirrors.values())
 
     def ready(self) -> list[tuple[int, Arrival, tuple[PartitionId, ...]]]:
         """Return (placement version, how, partitions) of all partitions that came here by a placement and are whole."""
@@ -448,7 +453,7 @@ class Machine:
         """A placement came. An older one, or the same again, changes nothing."""
         if placement.version <= self.version:
             return
-        self._throw_away_torn()
+        self._discard_inconsistent()
         before, self.placement = self.placement, placement
         members = [b for m in placement.mirrors for b in m.members]
         self._several = {b for b, n in Counter(members).items() if n > 1}
@@ -509,8 +514,8 @@ class Machine:
         owner = self._owner(partition)
         routing = self.placement.route if self.placement is not None and owner != self.me else 0
         self._fenced[partition] = _Fenced(self.port.ticket(), routing, owner if owner != self.me else None)
-        self._sweeps.pop(partition, None)
-        self.streams.end_sweeps(partition)
+        self._syncs.pop(partition, None)
+        self.streams.end_syncs(partition)
         self._wishes = {w for w in self._wishes if w[3] != partition}
         self._actions.append(Released(partition, seq))
 
@@ -561,21 +566,21 @@ class Machine:
 
     def _keep_mirrors(self, placement: Placement) -> None:
         wanted = {m.id: m for m in placement.mirrors_at(self.me[0])} if self._alive(self.me) else {}
-        self.torn &= {m.id for m in placement.mirrors}  # ids are never used again
+        self.inconsistent &= {m.id for m in placement.mirrors}  # ids are never used again
         for id_ in [i for i in self._mirrors if i not in wanted]:
             # Also one from which a partition could be got: its owner may have confirmed pushes without it since.
             self._forget(id_)
         self._index()
         # With no complete mirror of a partition here, nobody can have levelled it: the owner is its source.
         for id_, mirror in wanted.items():
-            if id_ not in self._mirrors and id_ not in self._used and id_ not in self.torn:
+            if id_ not in self._mirrors and id_ not in self._used and id_ not in self.inconsistent:
                 self._make(mirror)
         self._index()
         for partition, ids in self._by_partition.items():
             source, owner = self._sources.get(partition), self._owner(partition)
             if source is None or (source.key != owner and not any(self._mirrors[i].complete for i in ids)):
                 self._sources[partition] = _Source(placement.version, owner)
-                self._tails.drop(partition)
+                self._retained.drop(partition)
         for held in list(self._mirrors.values()):
             if not held.complete and held.owners != self._owners(held.mirror):
                 self._forget(held.mirror.id)
@@ -590,8 +595,8 @@ class Machine:
         self._mirrors[mirror.id] = _HeldMirror(mirror, self._wish(), self._owners(mirror))
 
     def _wish(self) -> int:
-        self._next_sweep += 1
-        return self._next_sweep - 1
+        self._next_sync += 1
+        return self._next_sync - 1
 
     def _forget(self, mirror: int) -> None:
         if self._mirrors[mirror].recovery is not None:
@@ -599,24 +604,24 @@ class Machine:
         del self._mirrors[mirror]
         self.port.mirror_drop(mirror)
 
-    def tear(self, mirror: int, why: str) -> None:
+    def mark_inconsistent(self, mirror: int, why: str) -> None:
         """A complete mirror here is not to be trusted any more. Afterwards: ``dirty``."""
         held = self._mirrors.get(mirror)
         if held is not None and held.complete:
-            self._tear(held, why)
+            self._mark_inconsistent(held, why)
 
-    def _tear(self, held: _HeldMirror, why: str) -> None:
+    def _mark_inconsistent(self, held: _HeldMirror, why: str) -> None:
         """It lacks something: from now on it takes no part, and is thrown away as soon as nobody feeds."""
-        held.complete, held.torn = False, held.torn or why
+        held.complete, held.inconsistent = False, held.inconsistent or why
         self.dirty = True
 
-    def _throw_away_torn(self) -> None:
-        torn = [(id_, held.torn) for id_, held in self._mirrors.items() if held.torn]
-        for id_, why in torn:
-            self._actions.append(Torn(id_, f"mirror {id_} is thrown away, and made again: {why}"))
+    def _discard_inconsistent(self) -> None:
+        inconsistent = [(id_, held.inconsistent) for id_, held in self._mirrors.items() if held.inconsistent]
+        for id_, why in inconsistent:
+            self._actions.append(MirrorDiscarded(id_, f"mirror {id_} is thrown away, and made again: {why}"))
             self._forget(id_)
-            self.torn.add(id_)
-        if torn:
+            self.inconsistent.add(id_)
+        if inconsistent:
             self._index()
 
     def _index(self) -> None:
@@ -626,7 +631,7 @@ class Machine:
                 self._by_partition.setdefault(partition, []).append(id_)
         for partition in [b for b in self._sources if b not in self._by_partition]:
             del self._sources[partition]
-            self._tails.drop(partition)
+            self._retained.drop(partition)
 
     # ------------------------------------------------------------ differences and contents come in
 
@@ -675,7 +680,7 @@ class Machine:
         for partition, seq in request.confirmed:
             source = self._sources.get(partition)
             if source is not None and source.key == sender:
-                self._tails.confirm(partition, seq)
+                self._retained.confirm(partition, seq)
         return Fed(bytes(codes))
 
     def _take(self, sender: PeerKey, entry: StreamEntry, mirror: int, blob: Blob, again: bool) -> AppendCode:
@@ -698,12 +703,12 @@ class Machine:
             run, self._apply_many([id_ for _, id_ in run], blobs, [i for i, _ in run]), strict=True
         ):
             entry, held = request.entries[i], self._mirrors[id_]
-            if held.torn:
+            if held.inconsistent:
                 continue  # nobody counts on it any more: as where no mirror is
             if done == AppendCode.GAP:
                 if held.complete:
                     at = self.port.mirror_seq(id_, entry.partition)
-                    self._tear(
+                    self._mark_inconsistent(
                         held, f"differences of partition {entry.partition} between {at} and {entry.seq} never came"
                     )
                     continue
@@ -711,22 +716,22 @@ class Machine:
             if codes[i] != AppendCode.APPLIED:
                 codes[i] = done
                 if done == AppendCode.APPLIED and entry.partition in self._several:
-                    self._tails.keep(entry.partition, entry.seq, self.port.keep(blobs[i]))
+                    self._retained.keep(entry.partition, entry.seq, self.port.keep(blobs[i]))
 
     def _one_by_one(self, mirrors: Sequence[int], blobs: Sequence[Blob], which: Sequence[int]) -> Sequence[int]:
         return [self.port.mirror_apply(mirror, blobs[i]) for mirror, i in zip(mirrors, which, strict=True)]
 
     def _take_contents(self, entry: StreamEntry, mirror: int, blob: Blob) -> AppendCode:
         held = self._mirrors.get(mirror)
-        if held is None or held.torn or entry.partition not in held.mirror.members:
+        if held is None or held.inconsistent or entry.partition not in held.mirror.members:
             return AppendCode.NO_MIRROR
         recovery = held.recovery
-        if recovery is not None and entry.sweep == recovery.sweep:
+        if recovery is not None and entry.sync == recovery.sync:
             self.arrived = self.arrived or entry.kind == StreamKind.SOME
             if entry.partition in recovery.folded or entry.partition in recovery.lost:
                 return AppendCode.REPEAT
             if self.port.recover_fold(mirror, blob) == AppendCode.GAP:
-                recovery.torn = self.dirty = True
+                recovery.inconsistent = self.dirty = True
             elif entry.kind == StreamKind.MARKS:
                 recovery.folded.add(entry.partition)
                 self.dirty = True
@@ -734,16 +739,16 @@ class Machine:
             return AppendCode.APPLIED
         if entry.kind == StreamKind.SOME:
             return AppendCode.REPEAT
-        if held.complete or entry.sweep != held.sweep or entry.partition in held.swept:
+        if held.complete or entry.sync != held.sync or entry.partition in held.synced:
             return AppendCode.REPEAT
         code = AppendCode(self.port.mirror_apply(mirror, blob))
         if entry.kind == StreamKind.MARKS:
-            held.swept.add(entry.partition)
-            if len(held.swept) == len(held.mirror.members):
+            held.synced.add(entry.partition)
+            if len(held.synced) == len(held.mirror.members):
                 if self.port.mirror_complete(mirror):
                     held.complete = True
                 else:
-                    self._tear(held, "its members' contents had a gap")
+                    self._mark_inconsistent(held, "its members' contents had a gap")
                 self.dirty = True
         return code
 
@@ -754,7 +759,7 @@ class Machine:
     def _take_rest(self, entry: StreamEntry, mirror: int, blob: Blob, again: bool) -> AppendCode:
         held = self._mirrors.get(mirror)
         recovery = held.recovery if held is not None else None
-        if recovery is None or recovery.other is None or entry.sweep != recovery.other[0]:
+        if recovery is None or recovery.other is None or entry.sync != recovery.other[0]:
             return AppendCode.NO_MIRROR
         if again or recovery.other_done:
             return AppendCode.REPEAT
@@ -762,14 +767,14 @@ class Machine:
             recovery.other_done = True
             self.dirty = True
         elif self.port.recover_other(mirror, blob) == AppendCode.GAP:
-            recovery.torn = self.dirty = True
+            recovery.inconsistent = self.dirty = True
         self.arrived = self.arrived or entry.kind == StreamKind.SOME
         self._look_at_heads(mirror, recovery)
         return AppendCode.APPLIED
 
     # ------------------------------------------------------------ what other ps ask
 
-    def want(self, request: Want) -> LogTaken | Moved:
+    def fetch_contents(self, request: FetchContents) -> LogTaken | Moved:
         """Take in that another ps wishes for contents of a partition that is served here, or for the rest of a row."""
         if request.version > self.version:
             return Moved(self.version)
@@ -777,55 +782,55 @@ class Machine:
         if not self._alive(peer):
             return Moved(self.version)
         if request.purpose == "other":
-            return self._want_rest(request, peer)
+            return self._fetch_rest(request, peer)
         if request.purpose == "rest":
-            return self._want_rows_of_rest(request, peer)
+            return self._fetch_rows_of_rest(request, peer)
         if not self.serves(request.partition):
             return Moved(self.version)
         if request.purpose == "rows":
-            return self._want_rows(request, peer)
-        wish = (peer, request.mirror, request.sweep, request.partition)
+            return self._fetch_rows(request, peer)
+        wish = (peer, request.mirror, request.sync, request.partition)
         if wish in self._wishes:
             return LogTaken()
         # Differences must go there from now on, or what follows the contents is lost.
         if peer not in self.streams.routes.get(request.partition, ()):
             return Moved(self.version)
         self._wishes.add(wish)
-        target = SweepTarget(peer, request.mirror, request.sweep)
-        sweeps = self._sweeps.setdefault(request.partition, deque())
-        if sweeps and not sweeps[-1].begun:
-            sweeps[-1].targets.append(target)
-        elif sweeps and not sweeps[-1].bodies:
+        target = SyncTarget(peer, request.mirror, request.sync)
+        syncs = self._syncs.setdefault(request.partition, deque())
+        if syncs and not syncs[-1].begun:
+            syncs[-1].targets.append(target)
+        elif syncs and not syncs[-1].bodies:
             # Two rows of a stripe that are folded at once: the few heads go out again, to both, rather than all twice.
-            sweeps[-1].targets.append(target)
-            sweeps[-1].tables.clear()
-            sweeps[-1].todo.clear()
-            sweeps[-1].lo = 0
+            syncs[-1].targets.append(target)
+            syncs[-1].tables.clear()
+            syncs[-1].todo.clear()
+            syncs[-1].lo = 0
             self.streams.widen(request.partition, self.port.ticket(), target)
         else:
-            sweeps.append(_FullSync([target]))
+            syncs.append(_FullSync([target]))
         return LogTaken()
 
-    def _want_rows(self, request: Want, peer: PeerKey) -> LogTaken | Moved:
+    def _fetch_rows(self, request: FetchContents, peer: PeerKey) -> LogTaken | Moved:
         if peer not in self.streams.routes.get(request.partition, ()):
             return Moved(self.version)
         slots = _slots(request.slots)
-        self.streams.some(request.partition, SweepTarget(peer, request.mirror, request.sweep))
+        self.streams.some(request.partition, SyncTarget(peer, request.mirror, request.sync))
         self.port.emit_slots(request.partition, request.table, slots)
         return LogTaken()
 
-    def _want_rows_of_rest(self, request: Want, peer: PeerKey) -> LogTaken | Moved:
+    def _fetch_rows_of_rest(self, request: FetchContents, peer: PeerKey) -> LogTaken | Moved:
         held = self._sibling(request)
         recovery = held.recovery if held is not None else None
-        if recovery is None or recovery.asker != SweepTarget(peer, request.mirror, request.sweep):
+        if recovery is None or recovery.asker != SyncTarget(peer, request.mirror, request.sync):
             return Moved(self.version)
         slots = _slots(request.slots)
         recovery.promised.setdefault(request.table, set()).update(slots)
         self._demand(recovery, request.table, slots)
         return LogTaken()
 
-    def _want_rest(self, request: Want, peer: PeerKey) -> LogTaken | Moved:
-        target = SweepTarget(peer, request.mirror, request.sweep)
+    def _fetch_rest(self, request: FetchContents, peer: PeerKey) -> LogTaken | Moved:
+        target = SyncTarget(peer, request.mirror, request.sync)
         held = self._sibling(request)
         if held is None or not held.complete:
             return Moved(self.version)
@@ -837,7 +842,7 @@ class Machine:
         self.settle()
         return LogTaken()
 
-    def _sibling(self, request: Want) -> _HeldMirror | None:
+    def _sibling(self, request: FetchContents) -> _HeldMirror | None:
         """Return the mirror here that is another row of the stripe which the request is about."""
         for held in self._mirrors.values():
             m = held.mirror
@@ -845,7 +850,7 @@ class Machine:
                 return held
         return None
 
-    def tail(self, request: FetchLog) -> tuple[Tailed | Moved, list[Blob]]:
+    def fetch_log(self, request: FetchLog) -> tuple[LogFetched | Moved, list[Blob]]:
         """The new owner of a partition levels its mirrors: from now on its differences alone are taken."""
         sender = (request.sender, request.incarnation)
         if request.version != self.version or self._owner(request.partition) != sender:
@@ -855,29 +860,29 @@ class Machine:
             self._sources[request.partition] = _Source(request.version, sender)
         held = self._mirrors.get(request.mirror)
         if held is None or not held.complete or request.partition not in held.mirror.members:
-            return Tailed(-1), []
-        kept = self._tails.after(request.partition, request.seq)
+            return LogFetched(-1), []
+        kept = self._retained.after(request.partition, request.seq)
         entries = tuple(
             StreamEntry(request.partition, seq, StreamKind.CHANGE, self.port.size(blob)) for seq, blob in kept
         )
-        return Tailed(self.port.mirror_seq(request.mirror, request.partition), entries), [blob for _, blob in kept]
+        return LogFetched(self.port.mirror_seq(request.mirror, request.partition), entries), [blob for _, blob in kept]
 
-    def hand_over(self, request: HandOver) -> HandedOver | Moved:
+    def hand_over(self, request: TransferOwnership) -> OwnershipTransferred | Moved:
         """The new owner asks for what is still on its way; ``done``: it has all."""
         if request.version > self.version:
             return Moved(self.version)
         partition = request.partition
         state = self.partitions.get(partition)
         if state is None:
-            return HandedOver(-1)
+            return OwnershipTransferred(-1)
         if state is MirrorState.SERVING or (partition in self._gains and not request.done):
-            return HandedOver(-1) if request.done else Moved(self.version)
+            return OwnershipTransferred(-1) if request.done else Moved(self.version)
         if not request.done and not self._flushed(partition):
             return Moved(self.version)
         seq = self.port.seq(partition)
         if request.done:
             self._drop(partition)
-        return HandedOver(seq)
+        return OwnershipTransferred(seq)
 
     def refused(self, partition: PartitionId, ticket: int) -> None:
         """A mirror's ps refuses our differences of it, up to ``ticket`` of the outbox: another ps owns it, by a
@@ -888,7 +893,7 @@ class Machine:
         if partition in self._early:
             for held in self._mirrors.values():
                 if held.recovery is not None and held.recovery.here and partition in held.recovery.lost:
-                    held.recovery.torn = self.dirty = True
+                    held.recovery.inconsistent = self.dirty = True
         if not self.serves(partition):
             return
         self._fence(partition)
@@ -934,45 +939,45 @@ class Machine:
             if not held.complete:
                 for partition in held.mirror.members:
                     if partition not in held.taken:
-                        want = Want(v, slot, life, id_, partition, "build", sweep=held.sweep)
-                        out.append(Ask(self._owner(partition), want))
+                        fetch = FetchContents(v, slot, life, id_, partition, "build", sync=held.sync)
+                        out.append(Ask(self._owner(partition), fetch))
             recovery = held.recovery
             if recovery is not None:
                 for partition in recovery.owners:
                     if partition not in recovery.taken:
-                        want = Want(v, slot, life, id_, partition, "fold", sweep=recovery.sweep)
-                        out.append(Ask(self._owner(partition), want))
+                        fetch = FetchContents(v, slot, life, id_, partition, "fold", sync=recovery.sync)
+                        out.append(Ask(self._owner(partition), fetch))
                 for d in recovery.demands:
                     for b in sorted(d.owed - {REST}):
-                        want = Want(v, slot, life, id_, b, "rows", recovery.sweep, table=d.table, slots=d.slots)
-                        out.append(Ask(self._owner(b), want))
+                        fetch = FetchContents(v, slot, life, id_, b, "rows", recovery.sync, (), d.table, d.slots)
+                        out.append(Ask(self._owner(b), fetch))
                     if REST in d.owed and recovery.other is not None and recovery.other_taken:
-                        sweep, peer = recovery.other
+                        sync, peer = recovery.other
                         lost = recovery.lost
-                        want = Want(v, slot, life, id_, lost[0], "rest", sweep, lost, d.table, d.slots)
-                        out.append(Ask(peer, want))
+                        fetch = FetchContents(v, slot, life, id_, lost[0], "rest", sync, lost, d.table, d.slots)
+                        out.append(Ask(peer, fetch))
                 if recovery.other is not None and not recovery.other_taken:
-                    sweep, peer = recovery.other
+                    sync, peer = recovery.other
                     lost = recovery.lost
-                    out.append(Ask(peer, Want(v, slot, life, id_, lost[0], "other", sweep=sweep, lost=lost)))
+                    out.append(Ask(peer, FetchContents(v, slot, life, id_, lost[0], "other", sync=sync, lost=lost)))
         for partition, gain in self._gains.items():
             old = self._old_owner(partition)
             if not gain.handed and old is not None:
-                out.append(Ask(old, HandOver(v, partition)))
+                out.append(Ask(old, TransferOwnership(v, partition)))
             if gain.levelling and not gain.level:
-                seq = self._level_of(partition)
+                seq = self._caught_up_to(partition)
                 for other, peer in self._others(partition):
-                    if other not in gain.tails:
+                    if other not in gain.retained:
                         out.append(Ask(peer, FetchLog(v, slot, life, other, partition, seq)))
-        out += [Ask(peer, HandOver(v, partition, done=True)) for partition, peer in self._goodbyes.items()]
+        out += [Ask(peer, TransferOwnership(v, partition, done=True)) for partition, peer in self._goodbyes.items()]
         return [a for a in out if self._alive(a.peer)]
 
     def answered(self, ask: Ask, answer: DataAnswer, blobs: Sequence[Blob] = ()) -> None:
         """Take in that a peer answered. Moved: ask again later."""
         request = ask.request
-        if request.version != self.version and not isinstance(request, Want):
+        if request.version != self.version and not isinstance(request, FetchContents):
             return  # about a placement that is over
-        if isinstance(request, Want) and isinstance(answer, LogTaken):
+        if isinstance(request, FetchContents) and isinstance(answer, LogTaken):
             held = self._mirrors.get(request.mirror)
             if held is None or (
                 ask.peer != self._owner(request.partition) and request.purpose not in ("other", "rest")
@@ -980,20 +985,20 @@ class Machine:
                 return
             recovery = held.recovery
             if request.purpose in ("rows", "rest"):
-                if recovery is not None and request.sweep in (recovery.sweep, (recovery.other or (0,))[0]):
+                if recovery is not None and request.sync in (recovery.sync, (recovery.other or (0,))[0]):
                     asked = request.partition if request.purpose == "rows" else REST
                     for d in recovery.demands:
                         if (d.table, d.slots) == (request.table, request.slots):
                             d.owed.discard(asked)
                     recovery.demands = [d for d in recovery.demands if d.owed]
                 return
-            if request.purpose == "build" and request.sweep == held.sweep:
+            if request.purpose == "build" and request.sync == held.sync:
                 held.taken.add(request.partition)
-            elif recovery is not None and request.purpose == "fold" and request.sweep == recovery.sweep:
+            elif recovery is not None and request.purpose == "fold" and request.sync == recovery.sync:
                 recovery.taken.add(request.partition)
-            elif recovery is not None and recovery.other == (request.sweep, ask.peer):
+            elif recovery is not None and recovery.other == (request.sync, ask.peer):
                 recovery.other_taken = True
-        elif isinstance(request, HandOver) and isinstance(answer, HandedOver):
+        elif isinstance(request, TransferOwnership) and isinstance(answer, OwnershipTransferred):
             if request.done:
                 self._goodbyes.pop(request.partition, None)
             elif request.partition in self._gains:
@@ -1001,10 +1006,10 @@ class Machine:
                 if request.partition in self._fenced and answer.seq >= 0:
                     self._drop(request.partition)  # it went on elsewhere: ours is old
                 self.settle()
-        elif isinstance(request, FetchLog) and isinstance(answer, Tailed):
+        elif isinstance(request, FetchLog) and isinstance(answer, LogFetched):
             gain = self._gains.get(request.partition)
-            if gain is not None and gain.levelling and not gain.level and request.mirror not in gain.tails:
-                self._level_with(request.partition, gain, request.mirror, answer, blobs)
+            if gain is not None and gain.levelling and not gain.level and request.mirror not in gain.retained:
+                self._catch_up_with(request.partition, gain, request.mirror, answer, blobs)
                 self.settle()
 
     def loaded(self, partition: PartitionId, checkpoint: int, there: bool = True, failed: bool = False) -> None:
@@ -1028,7 +1033,7 @@ class Machine:
     def settle(self) -> None:
         """Go on wherever that is possible now."""
         self.dirty = False
-        self._throw_away_torn()
+        self._discard_inconsistent()
         before = -1
         while before != len(self._gains) or self._restart:  # one may have waited for another
             before, self._restart = len(self._gains), False
@@ -1039,7 +1044,7 @@ class Machine:
                 if held.recovery is not None:
                     self._recovering(held)
         self._clear_away()
-        news = (frozenset(self.complete), frozenset(self.gained.items()), frozenset(self.torn))
+        news = (frozenset(self.complete), frozenset(self.gained.items()), frozenset(self.inconsistent))
         if not (news[0] <= self._told[0] and news[1] <= self._told[1] and news[2] <= self._told[2]):
             self._actions.append(ReportProgress())
         self._told = news
@@ -1100,9 +1105,9 @@ class Machine:
                 self._sources[partition] = _Source(self.placement.version, self.me)
         if not gain.level:
             others = self._others(partition)
-            if any(other not in gain.tails for other, _ in others):
+            if any(other not in gain.retained for other, _ in others):
                 return
-            self._level(partition, gain, others)
+            self._catch_up(partition, gain, others)
             gain.level = True
         if fenced:
             self._resume(partition, gain)
@@ -1142,21 +1147,21 @@ class Machine:
             self.gained[partition] = (self.version, how)
         if partition in self._early:
             self._early.remove(partition)
-            self._actions.append(Whole(partition))
+            self._actions.append(PartitionRebuilt(partition))
             return
         self._since[partition] = self.port.ticket()
         self._actions.append(Acquired(partition, how))
         self.streams.routes.pop(partition, None)
         self._route()
 
-    def _got_early(self, partition: PartitionId) -> None:
+    def _serve_while_rebuilding(self, partition: PartitionId) -> None:
         self._early.add(partition)
         self._since[partition] = self.port.ticket()
         self._actions.append(Acquired(partition, Arrival.REBUILT))
         self.streams.routes.pop(partition, None)
         self._route()
 
-    def _end_early(self, partition: PartitionId) -> None:
+    def _end_serving_while_rebuilding(self, partition: PartitionId) -> None:
         """It is dropped; what it made goes on to its mirrors, and it does not come back before they have it."""
         self._early.remove(partition)
         self._actions.append(Released(partition, self.port.seq(partition)))
@@ -1174,10 +1179,10 @@ class Machine:
         held = self._mirrors.pop(mirror)
         self._used.add(mirror)
         self._index()
-        self._bid_farewell(partition, held.owners[partition])
+        self._confirm_handover(partition, held.owners[partition])
         self._got(partition, Arrival.PROMOTED)
 
-    def _bid_farewell(self, partition: PartitionId, old: PeerKey) -> None:
+    def _confirm_handover(self, partition: PartitionId, old: PeerKey) -> None:
         if old != self.me and self._alive(old):
             self._goodbyes[partition] = old
 
@@ -1185,7 +1190,7 @@ class Machine:
         """It is ours again before anybody else had it: the other mirrors have nothing beyond it."""
         if not self._flushed(partition):
             return
-        if max(gain.tails.values(), default=-1) > self.port.seq(partition):
+        if max(gain.retained.values(), default=-1) > self.port.seq(partition):
             if not gain.stuck:
                 gain.stuck = True
                 why = f"partition {partition} is at {self.port.seq(partition)} here, a mirror of it is ahead"
@@ -1203,49 +1208,49 @@ class Machine:
         found = [(m.id, self._key(m.at)) for m in self.placement.mirrors_of(partition)]
         return [(m, at) for m, at in found if at is not None and at != self.me]
 
-    def _level_of(self, partition: PartitionId) -> int:
+    def _caught_up_to(self, partition: PartitionId) -> int:
         """Return how far our best copy of it is."""
         mirror = self._way(partition)
         if mirror is not None:
             return self.port.mirror_seq(mirror, partition)
         return self.port.seq(partition) if partition in self.partitions else -1
 
-    def _level_with(
-        self, partition: PartitionId, gain: _Gain, mirror: int, answer: Tailed, blobs: Sequence[Blob]
+    def _catch_up_with(
+        self, partition: PartitionId, gain: _Gain, mirror: int, answer: LogFetched, blobs: Sequence[Blob]
     ) -> None:
-        gain.tails[mirror] = answer.seq
+        gain.retained[mirror] = answer.seq
         if partition in self.partitions:
             return
         for entry, blob in zip(answer.entries, blobs, strict=True):
-            if entry.seq <= self._level_of(partition):
+            if entry.seq <= self._caught_up_to(partition):
                 continue
             kept = self.port.keep(blob)
             for id_ in self._by_partition[partition]:
                 held = self._mirrors[id_]
                 if held.complete and self.port.mirror_apply(id_, kept) == AppendCode.GAP:
-                    self._tear(
+                    self._mark_inconsistent(
                         held, f"the tail of mirror {mirror} leaves a gap before {entry.seq} of partition {partition}"
                     )
-            self._tails.keep(partition, entry.seq, kept)
-        if self._level_of(partition) < answer.seq:
+            self._retained.keep(partition, entry.seq, kept)
+        if self._caught_up_to(partition) < answer.seq:
             # It cannot be brought to the same point: the other one is the newer, and the partition is to be had there.
             for id_ in self._by_partition.get(partition, ()):
                 if self._mirrors[id_].complete:
                     why = f"the tail of mirror {mirror} does not reach {answer.seq} of partition {partition}"
-                    self._tear(self._mirrors[id_], why)
+                    self._mark_inconsistent(self._mirrors[id_], why)
 
-    def _level(self, partition: PartitionId, gain: _Gain, others: list[tuple[int, PeerKey]]) -> None:
+    def _catch_up(self, partition: PartitionId, gain: _Gain, others: list[tuple[int, PeerKey]]) -> None:
         """Everybody else gets what it lacks."""
-        top = self._level_of(partition)
+        top = self._caught_up_to(partition)
         for mirror, peer in others:
-            seq = gain.tails[mirror]
+            seq = gain.retained[mirror]
             if seq < 0 or seq >= top:
                 continue
-            lacking = self._tails.after(partition, seq)
+            lacking = self._retained.after(partition, seq)
             if not lacking or lacking[0][0] != seq + 1:  # it lacks more than anybody kept for it
-                self.torn.add(mirror)
+                self.inconsistent.add(mirror)
                 why = f"it has partition {partition} up to {seq}, ours is at {top}, what is between is kept nowhere"
-                self._actions.append(Torn(mirror, f"mirror {mirror} at ps:{peer[0]} is made again: {why}"))
+                self._actions.append(MirrorDiscarded(mirror, f"mirror {mirror} at ps:{peer[0]} is made again: {why}"))
                 continue
             for s, blob in lacking:
                 self.streams.send(
@@ -1254,7 +1259,7 @@ class Machine:
 
     # ------------------------------------------------------------ recovery out of a stripe
 
-    def _recover(self, held: _HeldMirror, lost: tuple[PartitionId, ...], asker: SweepTarget | None = None) -> None:
+    def _recover(self, held: _HeldMirror, lost: tuple[PartitionId, ...], asker: SyncTarget | None = None) -> None:
         """Begin to fold the living members out of a copy of the mirror."""
         mirror = held.mirror
         living = {b: self._owner(b) for b in mirror.members if b not in lost}
@@ -1288,15 +1293,15 @@ class Machine:
         gone = recovery.other is not None and not recovery.other_done and not self._alive(recovery.other[1])
         if recovery.here:
             lost = tuple(b for b in held.mirror.members if b in self._gains and b not in self.partitions)
-            self._say_torn(held, recovery)
-            if changed or gone or lost != recovery.lost or recovery.torn:
+            self._report_inconsistent(held, recovery)
+            if changed or gone or lost != recovery.lost or recovery.inconsistent:
                 self._abort(held)
                 self._restart = True
                 return
             if not recovery.early and self.port.recover_heads(id_):
                 recovery.early = True
                 for partition in lost:
-                    self._got_early(partition)
+                    self._serve_while_rebuilding(partition)
             if len(recovery.folded) < len(recovery.owners) or (recovery.other is not None and not recovery.other_done):
                 return
             self.port.recover_end(id_, False)
@@ -1305,8 +1310,8 @@ class Machine:
                 self._got(partition, Arrival.REBUILT)
             return
         assert recovery.asker is not None
-        self._say_torn(held, recovery)
-        if changed or recovery.torn or not self._alive(recovery.asker.peer):
+        self._report_inconsistent(held, recovery)
+        if changed or recovery.inconsistent or not self._alive(recovery.asker.peer):
             self._abort(held)
             if self._alive(recovery.asker.peer):
                 self._recover(held, recovery.lost, recovery.asker)
@@ -1320,23 +1325,23 @@ class Machine:
             recovery.all_folded = True
             recovery.emit += [(StreamKind.BODIES, t) for t in self.port.tables()]
 
-    def _say_torn(self, held: _HeldMirror, recovery: _Recovery) -> None:
-        if recovery.torn:
+    def _report_inconsistent(self, held: _HeldMirror, recovery: _Recovery) -> None:
+        if recovery.inconsistent:
             lost = ", ".join(str(b) for b in recovery.lost)
             why = f"contents for the rebuild of partition {lost} out of mirror {held.mirror.id} had a gap: swept again"
-            self._actions.append(Torn(held.mirror.id, why))
+            self._actions.append(MirrorDiscarded(held.mirror.id, why))
 
     def _abort(self, held: _HeldMirror) -> None:
         assert held.recovery is not None
         for partition in held.recovery.lost:
             if partition in self._early and held.recovery.here:
-                self._end_early(partition)
+                self._end_serving_while_rebuilding(partition)
         self.port.recover_end(held.mirror.id, True)
         held.recovery = None
 
     # ------------------------------------------------------------ contents go out
 
-    def sweep(self) -> bool:
+    def sync(self) -> bool:
         """Put one piece of contents into the outbox or a stream. False: there is none. Afterwards: ``dirty``."""
         if any(self._settled(b) for b in self._ended):
             self.dirty = True
@@ -1345,53 +1350,53 @@ class Machine:
             asker = recovery.asker if recovery is not None else None
             if recovery is not None and asker is not None and self._send_promised(held, recovery, asker):
                 return True
-        for partition in list(self._sweeps):
-            if self._sweep_partition(partition):
+        for partition in list(self._syncs):
+            if self._sync_partition(partition):
                 return True
         for held in self._mirrors.values():
             recovery = held.recovery
             asker = recovery.asker if recovery is not None else None
-            if recovery is not None and asker is not None and self._sweep_rest(held, recovery, asker):
+            if recovery is not None and asker is not None and self._sync_rest(held, recovery, asker):
                 return True
         return False
 
-    def _sweep_partition(self, partition: PartitionId) -> bool:
+    def _sync_partition(self, partition: PartitionId) -> bool:
         """False: it has to wait."""
-        sweeps = self._sweeps.pop(partition)
-        sweep = sweeps[0]
-        if not sweep.begun:
-            sweep.begun = True
-            sweep.ticket = self.port.ticket()
-            self.streams.sweep(partition, sweep.ticket, sweep.targets)
-        if not sweep.todo:
+        syncs = self._syncs.pop(partition)
+        sync = syncs[0]
+        if not sync.begun:
+            sync.begun = True
+            sync.ticket = self.port.ticket()
+            self.streams.sync(partition, sync.ticket, sync.targets)
+        if not sync.todo:
             # Also tables that were declared since: a difference of a table that was not swept is dropped there.
-            new = [t for t in self.port.tables() if t not in sweep.tables]
-            sweep.tables.update(new)
-            sweep.todo = [(kind, t) for kind in (StreamKind.HEADS, StreamKind.BODIES) for t in new]
-        if sweep.todo:
-            kind, table = sweep.todo[0]
-            sweep.bodies |= kind is StreamKind.BODIES
-            sweep.lo = self.port.emit(partition, kind, table, sweep.lo)
-            if sweep.lo < 0:
-                sweep.todo.pop(0)
-                sweep.lo = 0
-        elif self.streams.done_ticket < sweep.ticket:
+            new = [t for t in self.port.tables() if t not in sync.tables]
+            sync.tables.update(new)
+            sync.todo = [(kind, t) for kind in (StreamKind.HEADS, StreamKind.BODIES) for t in new]
+        if sync.todo:
+            kind, table = sync.todo[0]
+            sync.bodies |= kind is StreamKind.BODIES
+            sync.lo = self.port.emit(partition, kind, table, sync.lo)
+            if sync.lo < 0:
+                sync.todo.pop(0)
+                sync.lo = 0
+        elif self.streams.done_ticket < sync.ticket:
             # A new mirror keeps no differences from before its contents: with one that lacks some of them it could
             # never be levelled. So it is not complete before all others have those.
-            self._sweeps[partition] = sweeps
+            self._syncs[partition] = syncs
             return False
         else:
             self.port.emit_marks(partition)
-            sweeps.popleft()
-        if sweeps:
-            self._sweeps[partition] = sweeps  # behind the others: they take turns
+            syncs.popleft()
+        if syncs:
+            self._syncs[partition] = syncs  # behind the others: they take turns
         return True
 
-    def _send_rest(self, asker: SweepTarget, kind: StreamKind, blob: Blob) -> None:
+    def _send_rest(self, asker: SyncTarget, kind: StreamKind, blob: Blob) -> None:
         size = self.port.size(blob)
-        self.streams.send(asker.peer, StreamItem(-1, REST, 0, kind, asker.mirror, asker.sweep, blob, size))
+        self.streams.send(asker.peer, StreamItem(-1, REST, 0, kind, asker.mirror, asker.sync, blob, size))
 
-    def _send_promised(self, held: _HeldMirror, recovery: _Recovery, asker: SweepTarget) -> bool:
+    def _send_promised(self, held: _HeldMirror, recovery: _Recovery, asker: SyncTarget) -> bool:
         """Send, of the slots that are wanted out of turn, those that are reconstructed. False: none."""
         any_sent = False
         for table, slots in list(recovery.promised.items()):
@@ -1405,7 +1410,7 @@ class Machine:
                 del recovery.promised[table]
         return any_sent
 
-    def _sweep_rest(self, held: _HeldMirror, recovery: _Recovery, asker: SweepTarget) -> bool:
+    def _sync_rest(self, held: _HeldMirror, recovery: _Recovery, asker: SyncTarget) -> bool:
         """False: it has to wait for what is still to be folded."""
         if not recovery.emit:
             if recovery.all_folded:
@@ -1430,7 +1435,7 @@ class Machine:
             self.me[0],
             self.me[1],
             (),
-            tuple(StreamEntry(i.partition, i.seq, i.kind, i.size_bytes, i.sweep) for i in batch.items),
+            tuple(StreamEntry(i.partition, i.seq, i.kind, i.size_bytes, i.sync) for i in batch.items),
             tuple(i.mirror for i in batch.items),
             batch.confirmed,
             batch.first,

@@ -69,17 +69,17 @@ class StreamItem(NamedTuple):
     seq: int
     kind: int
     mirror: int
-    sweep: int
+    sync: int
     blob: Blob
     size_bytes: int
 
 
-class SweepTarget(NamedTuple):
-    """Says who wanted a partition's contents: mirror ``mirror`` at ``peer``, its wish number ``sweep``."""
+class SyncTarget(NamedTuple):
+    """Says who wanted a partition's contents: mirror ``mirror`` at ``peer``, its wish number ``sync``."""
 
     peer: PeerKey
     mirror: int
-    sweep: int
+    sync: int
 
 
 class Batch(NamedTuple):
@@ -104,7 +104,7 @@ class _Stream:
 
 
 class Flow(Protocol):
-    """Is what the machine of mirrors needs of ``ReplicationStreams``, or of their twin in C++
+    """Is what the machine of mirrors needs of ``PythonReplicationSender``, or of their twin in C++
     (``protect/carrier.py``)."""
 
     routes: MutableMapping[PartitionId, tuple[PeerKey, ...]]
@@ -113,16 +113,16 @@ class Flow(Protocol):
     def done_ticket(self) -> int: ...
     @property
     def next_ticket(self) -> int: ...
-    def sweep(self, partition: PartitionId, from_ticket: int, targets: Sequence[SweepTarget]) -> None: ...
-    def widen(self, partition: PartitionId, from_ticket: int, target: SweepTarget) -> None: ...
-    def end_sweeps(self, partition: PartitionId) -> None: ...
-    def some(self, partition: PartitionId, target: SweepTarget) -> None: ...
+    def sync(self, partition: PartitionId, from_ticket: int, targets: Sequence[SyncTarget]) -> None: ...
+    def widen(self, partition: PartitionId, from_ticket: int, target: SyncTarget) -> None: ...
+    def end_syncs(self, partition: PartitionId) -> None: ...
+    def some(self, partition: PartitionId, target: SyncTarget) -> None: ...
     def send(self, peer: PeerKey, item: StreamItem) -> None: ...
     def live(self, peers: set[PeerKey], version: int) -> None: ...
     def owes(self, partition: PartitionId) -> bool: ...
 
 
-class ReplicationStreams:
+class PythonReplicationSender:
     """Holds all streams of one ps. Not thread-safe: the driver holds one lock around it."""
 
     def __init__(self) -> None:
@@ -130,7 +130,7 @@ class ReplicationStreams:
         self.done_ticket = 0
         self.refused_ticket = -1
         self.next_ticket = 0
-        self.sweep_bytes = 0  # contents that wait, in all streams
+        self.sync_bytes = 0  # contents that wait, in all streams
         self.waiting_bytes = 0  # all that waits
         self.levelling = 0  # differences on their way that are older than what this ps made itself
         self._streams: dict[PeerKey, _Stream] = {}
@@ -139,8 +139,8 @@ class ReplicationStreams:
         self._several: dict[
             int, tuple[PartitionId, int]
         ] = {}  # ticket -> (partition, seq), where more than one mirror has it
-        self._sweeps: dict[PartitionId, deque[list[tuple[int, SweepTarget]]]] = {}  # since which ticket, who
-        self._some: dict[PartitionId, deque[SweepTarget]] = {}  # who gets the partition's next SOME
+        self._syncs: dict[PartitionId, deque[list[tuple[int, SyncTarget]]]] = {}  # since which ticket, who
+        self._some: dict[PartitionId, deque[SyncTarget]] = {}  # who gets the partition's next SOME
 
     def __repr__(self) -> str:
         waiting = {f"ps:{slot}.{life}": len(s.queue) for (slot, life), s in self._streams.items()}
@@ -148,20 +148,20 @@ class ReplicationStreams:
 
     # ------------------------------------------------------------ in
 
-    def sweep(self, partition: PartitionId, from_ticket: int, targets: Sequence[SweepTarget]) -> None:
+    def sync(self, partition: PartitionId, from_ticket: int, targets: Sequence[SyncTarget]) -> None:
         """Send contents of ``partition`` that stand in the outbox from ``from_ticket`` on, up to the next MARKS that no
         earlier sweep takes, to ``targets``."""
-        self._sweeps.setdefault(partition, deque()).append([(from_ticket, t) for t in targets])
+        self._syncs.setdefault(partition, deque()).append([(from_ticket, t) for t in targets])
 
-    def widen(self, partition: PartitionId, from_ticket: int, target: SweepTarget) -> None:
+    def widen(self, partition: PartitionId, from_ticket: int, target: SyncTarget) -> None:
         """Send the sweep of ``partition`` that was begun last to ``target`` as well, from ``from_ticket`` on."""
-        self._sweeps[partition][-1].append((from_ticket, target))
+        self._syncs[partition][-1].append((from_ticket, target))
 
-    def end_sweeps(self, partition: PartitionId) -> None:
+    def end_syncs(self, partition: PartitionId) -> None:
         """Send contents of this partition that are still to come to nobody."""
-        self._sweeps.pop(partition, None)
+        self._syncs.pop(partition, None)
 
-    def some(self, partition: PartitionId, target: SweepTarget) -> None:
+    def some(self, partition: PartitionId, target: SyncTarget) -> None:
         """The partition's next entry SOME that has no target yet goes to ``target``: it is put into the outbox next."""
         self._some.setdefault(partition, deque()).append(target)
 
@@ -184,22 +184,22 @@ class ReplicationStreams:
             if e.kind == StreamKind.SOME:
                 t = self._some[e.partition].popleft()
                 self._put(
-                    t.peer, StreamItem(ticket, e.partition, e.seq, e.kind, t.mirror, t.sweep, e.blob, e.size_bytes)
+                    t.peer, StreamItem(ticket, e.partition, e.seq, e.kind, t.mirror, t.sync, e.blob, e.size_bytes)
                 )
                 told.add(t.peer)
                 continue
-            sweeps = self._sweeps.get(e.partition)
-            if not sweeps or ticket < sweeps[0][0][0]:
+            syncs = self._syncs.get(e.partition)
+            if not syncs or ticket < syncs[0][0][0]:
                 continue
-            for t in [target for since, target in sweeps[0] if ticket >= since]:
+            for t in [target for since, target in syncs[0] if ticket >= since]:
                 self._put(
-                    t.peer, StreamItem(ticket, e.partition, e.seq, e.kind, t.mirror, t.sweep, e.blob, e.size_bytes)
+                    t.peer, StreamItem(ticket, e.partition, e.seq, e.kind, t.mirror, t.sync, e.blob, e.size_bytes)
                 )
                 told.add(t.peer)
             if e.kind == StreamKind.MARKS:
-                sweeps.popleft()
-                if not sweeps:
-                    del self._sweeps[e.partition]
+                syncs.popleft()
+                if not syncs:
+                    del self._syncs[e.partition]
         self._advance()
         return told
 
@@ -218,7 +218,7 @@ class ReplicationStreams:
         if item.ticket >= 0:
             self._pending[item.ticket] = self._pending.get(item.ticket, 0) + 1
         if item.kind != StreamKind.CHANGE:
-            self.sweep_bytes += item.size_bytes
+            self.sync_bytes += item.size_bytes
 
     # ------------------------------------------------------------ out
 
@@ -281,7 +281,7 @@ class ReplicationStreams:
         self.waiting_bytes -= item.size_bytes
         self.levelling -= item.ticket < 0 and item.kind == StreamKind.CHANGE
         if item.kind != StreamKind.CHANGE:
-            self.sweep_bytes -= item.size_bytes
+            self.sync_bytes -= item.size_bytes
         owed = self._owed[item.partition] - 1
         if owed:
             self._owed[item.partition] = owed

@@ -11,8 +11,8 @@ from everstep.ids import PartitionId
 from everstep.protect.replication import Blob
 
 
-class Tails(Protocol):
-    """Is what the machine needs of ``KeptTails``, or of the inbox, which keeps those of the feeds that it takes
+class RetainedLog(Protocol):
+    """Is what the machine needs of ``PythonRetainedLog``, or of the inbox, which keeps those of the feeds that it takes
     itself."""
 
     def keep(self, partition: PartitionId, seq: int, blob: Blob) -> None:
@@ -31,30 +31,30 @@ class Tails(Protocol):
         """Forget all differences of all partitions."""
 
 
-class KeptTails:
-    """Is ``Tails`` in Python: the oracle of those in native/inbox.cpp."""
+class PythonRetainedLog:
+    """Is ``RetainedLog`` in Python: the oracle of those in native/inbox.cpp."""
 
     def __init__(self) -> None:
-        self._tails: dict[PartitionId, deque[tuple[int, Blob]]] = {}
+        self._retained: dict[PartitionId, deque[tuple[int, Blob]]] = {}
 
     def __repr__(self) -> str:
-        return f"<KeptTails { ({b: len(tail) for b, tail in self._tails.items()}) }>"
+        return f"<PythonRetainedLog { ({b: len(tail) for b, tail in self._retained.items()}) }>"
 
     def keep(self, partition: PartitionId, seq: int, blob: Blob) -> None:
-        tail = self._tails.setdefault(partition, deque())
+        tail = self._retained.setdefault(partition, deque())
         if not tail or tail[-1][0] < seq:
             tail.append((seq, blob))
 
     def confirm(self, partition: PartitionId, seq: int) -> None:
-        tail = self._tails.get(partition)
+        tail = self._retained.get(partition)
         while tail and tail[0][0] <= seq:
             tail.popleft()
 
     def after(self, partition: PartitionId, seq: int) -> list[tuple[int, Blob]]:
-        return [(s, blob) for s, blob in self._tails.get(partition, ()) if s > seq]
+        return [(s, blob) for s, blob in self._retained.get(partition, ()) if s > seq]
 
     def drop(self, partition: PartitionId) -> None:
-        self._tails.pop(partition, None)
+        self._retained.pop(partition, None)
 
     def clear(self) -> None:
-        self._tails.clear()
+        self._retained.clear()

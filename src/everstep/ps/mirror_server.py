@@ -36,13 +36,13 @@ from everstep.net.messages import (
     DataRequest,
     Fed,
     Feed,
+    FetchContents,
     FetchLog,
-    HandedOver,
-    HandOver,
+    LogFetched,
     LogTaken,
     Moved,
-    Tailed,
-    Want,
+    OwnershipTransferred,
+    TransferOwnership,
 )
 from everstep.protect.carrier import CarryOutcome, EventKind, PeerEvent, ReplicationSender
 from everstep.protect.machine import Ask, Machine, MirrorAction
@@ -53,7 +53,7 @@ from everstep.ps.rw_lock import RwLock
 FEED_BYTES = 4 << 20
 """Largest message to a peer, but for single entries that are larger."""
 
-SWEEP_AHEAD_BYTES = 8 << 20
+SYNC_AHEAD_BYTES = 8 << 20
 """Contents are put into the streams only while less than this waits there: differences go first."""
 
 UNSENT_BYTES = 256 << 20
@@ -125,8 +125,8 @@ class _Received(MutableMapping[PeerKey, tuple[int, int]]):
         return len(self._inbox.senders())
 
 
-class _Tails:
-    """Gives the ``Tails`` of the inbox."""
+class _InboxLog:
+    """Gives the ``RetainedLog`` of the inbox."""
 
     def __init__(self, inbox: _native.Inbox) -> None:
         self._inbox = inbox
@@ -166,7 +166,7 @@ class MirrorServer:
     ) -> None:
         self._store, self._gate, self._inbox, self._do, self._on_failure = store, gate, inbox, do, on_failure
         self.streams = ReplicationSender(store, (slot, incarnation))
-        self.machine = Machine(slot, incarnation, StorePort(store), self.streams, _Received(inbox), _Tails(inbox))
+        self.machine = Machine(slot, incarnation, StorePort(store), self.streams, _Received(inbox), _InboxLog(inbox))
         self._slot = slot
         self.lock = threading.RLock()
         self._changed = threading.Condition(self.lock)  # what is served
@@ -331,7 +331,7 @@ class MirrorServer:
         """Take in entries of a peer's stream."""
         faultpoints.reach("before_feed")
         if request.tables:
-            with self.lock:  # not in the middle of a step of a sweep
+            with self.lock:  # not in the middle of a piece of a full sync
                 for spec in request.tables:
                     self._store.declare(spec)
         blobs = Body(body, [e.size_bytes for e in request.entries])
@@ -352,22 +352,22 @@ class MirrorServer:
         faultpoints.reach("mid_rebuild" if self.machine.rebuilding else "after_feed")
         return answer
 
-    def want(self, request: Want) -> LogTaken | Moved:
+    def fetch_contents(self, request: FetchContents) -> LogTaken | Moved:
         """Answer a ps that wants the log of a partition."""
         if request.purpose in ("rows", "rest"):  # nothing that is served changes
             with self.lock:
-                answer = self.machine.want(request)
+                answer = self.machine.fetch_contents(request)
                 self._asks = self.machine.asks()
                 self._wake_peers()
                 return answer
         with self.transition() as machine:
-            return machine.want(request)
+            return machine.fetch_contents(request)
 
-    def tail(self, request: FetchLog) -> tuple[Tailed | Moved, list[Any]]:
+    def fetch_log(self, request: FetchLog) -> tuple[LogFetched | Moved, list[Any]]:
         with self.transition() as machine:
-            return machine.tail(request)
+            return machine.fetch_log(request)
 
-    def hand_over(self, request: HandOver) -> HandedOver | Moved:
+    def hand_over(self, request: TransferOwnership) -> OwnershipTransferred | Moved:
         faultpoints.reach("before_hand_over")
         self.drain()
         with self.transition() as machine:
@@ -379,7 +379,7 @@ class MirrorServer:
         """Begin to talk to other ps. ``connect(place)``: a new connection to that life; raises EverstepError."""
         with self.lock:  # (the master's first placement may come meanwhile, on another thread)
             self._connect = connect
-            for name, run in (("outbox", self._drain_for_ever), ("sweep", self._sweep_for_ever)):
+            for name, run in (("outbox", self._drain_for_ever), ("sweep", self._sync_for_ever)):
                 self._threads[name] = threading.Thread(target=run, name=f"everstep-{name}", daemon=True)
                 self._threads[name].start()
             self._follow_peers()
@@ -416,21 +416,21 @@ class MirrorServer:
         while not self._closing:
             self.streams.native.drain_idle(_LOOK_S, _IDLE_DRAIN_S)
 
-    def _sweep_for_ever(self) -> None:
+    def _sync_for_ever(self) -> None:
         while not self._closing:
             self.drain()
             if self.machine.dirty:
                 with self.transition():
                     pass
             with self._contents:
-                busy = self.machine.sweeping and self.streams.sweep_bytes < SWEEP_AHEAD_BYTES
-                if not busy or not self._sweep():
-                    self._contents.wait(_LOOK_S if not self.machine.sweeping else 0.02)
+                busy = self.machine.syncing and self.streams.sync_bytes < SYNC_AHEAD_BYTES
+                if not busy or not self._sync():
+                    self._contents.wait(_LOOK_S if not self.machine.syncing else 0.02)
             time.sleep(0)  # let the pushes that wait for the lock go first
 
-    def _sweep(self) -> bool:
+    def _sync(self) -> bool:
         try:
-            if not self.machine.sweep():
+            if not self.machine.sync():
                 return False
             self.streams.native.poke_all()
             return True
@@ -572,22 +572,22 @@ class MirrorServer:
         answer: DataAnswer
         if link is not None:
             answer, body = link.request(ask.request, timeout_s=_ANSWER_S)
-            if isinstance(answer, Tailed):
+            if isinstance(answer, LogFetched):
                 blobs = Body(body, [e.size_bytes for e in answer.entries])
         else:
             match ask.request:
-                case Want() as want:
-                    answer = self.want(want)
+                case FetchContents() as fetch:
+                    answer = self.fetch_contents(fetch)
                 case FetchLog() as tail:
-                    answer, blobs = self.tail(tail)
-                case HandOver() as hand_over:
+                    answer, blobs = self.fetch_log(tail)
+                case TransferOwnership() as hand_over:
                     answer = self.hand_over(hand_over)
         if isinstance(answer, Moved):
             return True
         if isinstance(answer, Bad):
             self._limit.warning(f"ps:{ask.peer[0]} does not take {type(ask.request).__name__}: {answer.error}")
             return True
-        if isinstance(answer, HandedOver):
+        if isinstance(answer, OwnershipTransferred):
             faultpoints.reach("mid_move")
         with self.transition() as machine:
             machine.answered(ask, answer, blobs)

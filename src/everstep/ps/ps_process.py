@@ -112,7 +112,7 @@ class PsProcess:
         self._news = threading.Event()  # something is whole here that was not
         self._again = False  # all of it is to be told, not only what is new
         self.service.on_report = self._news.set
-        self.service.on_gave = self.snapshots.forget
+        self.service.on_released = self.snapshots.forget
         self._run_dir, self._secret, self._spec = run_dir, secret, spec
         listeners = [listen_unix(run_dir / ps_socket(slot))]
         port = 0
@@ -285,8 +285,8 @@ class PsProcess:
                 told = (set(), {}, set())
             with mirrors.lock:
                 complete, gained = set(mirrors.machine.complete), dict(mirrors.machine.gained)
-                torn = set(mirrors.machine.torn)
-            filled, lacking = tuple(sorted(complete - told[0])), tuple(sorted(torn - told[2]))
+                inconsistent = set(mirrors.machine.inconsistent)
+            filled, lacking = tuple(sorted(complete - told[0])), tuple(sorted(inconsistent - told[2]))
             if filled or lacking:
                 self._tell(MirrorsReady(filled, lacking))
             new: dict[tuple[int, Arrival], list[PartitionId]] = {}
@@ -295,7 +295,7 @@ class PsProcess:
                     new.setdefault(key, []).append(partition)
             for (version, how), partitions in new.items():
                 self._tell(PartitionsReady(version, tuple(partitions), how))
-            told = (complete, gained, torn)
+            told = (complete, gained, inconsistent)
 
     def _snapshots_written(self, written: SnapshotsWritten) -> None:
         faultpoints.reach("mid_image")
@@ -352,7 +352,7 @@ class PsProcess:
                 "buckets": float(len(machine.partitions)),
                 "buckets_lacking": float(len(machine.lacking)),
                 "mirrors": float(len(machine.complete)),
-                "sweeping": float(machine.sweeping),
+                "sweeping": float(machine.syncing),
                 # In this order: what is confirmed is never more than what was made.
                 "outbox_done": float(streams.done_ticket),
                 "outbox_ticket": float(self.service.store.outbox_ticket()),

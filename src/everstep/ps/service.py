@@ -53,8 +53,8 @@ from everstep.net.messages import (
     Declare,
     Declared,
     Feed,
+    FetchContents,
     FetchLog,
-    HandOver,
     LogTaken,
     Moved,
     Opened,
@@ -71,7 +71,7 @@ from everstep.net.messages import (
     Scan,
     Scanned,
     Stat,
-    Want,
+    TransferOwnership,
 )
 from everstep.net.messages import (
     LeaseClosed as ShardClosed,
@@ -111,8 +111,8 @@ class PsService:
     the partitions that it changed have it. ``on_failure``: called once, from any thread, with one line, when this ps
     can no longer keep its promises (log not writable, out of memory in the middle of a push); every later request is
     answered Bad. ``load(partition, checkpoint)``: read that snapshot into the store, own it; raises EverstepError.
-    ``on_report()``: there is more to tell the master (``mirrors.machine.complete``, ``ready``, ``torn``).
-    ``on_gave(partition)``.
+    ``on_report()``: there is more to tell the master (``mirrors.machine.complete``, ``ready``, ``inconsistent``).
+    ``on_released(partition)``.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class PsService:
         self.load: Callable[[PartitionId, int], None] | None = None
         self.on_load_failed: Callable[[int, PartitionId, int, str], None] | None = None
         self.on_report: Callable[[], None] | None = None
-        self.on_gave: Callable[[PartitionId], None] | None = None
+        self.on_released: Callable[[PartitionId], None] | None = None
         self._audit_path = audit
         self._cut_every_s = cut_every_s
         self._inbox = _native.Inbox(store)
@@ -230,33 +230,33 @@ class PsService:
             match action:
                 case machine.Acquired(partition=partition, how=how):
                     if partition not in self._owned:
-                        self._log_took(partition, how)
+                        self._log_acquired(partition, how)
                         self._owned = np.array(sorted([*self._owned.tolist(), partition]), np.int32)
                 case machine.Released(partition=partition, seq=partition_seq):
-                    self._log_gave(partition, partition_seq)
+                    self._log_released(partition, partition_seq)
                     self._owned = self._owned[self._owned != partition]
-                    if self.on_gave is not None:
-                        self.on_gave(partition)
+                    if self.on_released is not None:
+                        self.on_released(partition)
                 case machine.LoadSnapshot(partition=partition, checkpoint=checkpoint):
                     args = (partition, checkpoint)
                     threading.Thread(target=self._load, args=args, name="everstep-load", daemon=True).start()
                 case machine.ReportProgress():
                     if self.on_report is not None:
                         self.on_report()
-                case machine.Stuck(why=why) | machine.Torn(why=why):
+                case machine.Stuck(why=why) | machine.MirrorDiscarded(why=why):
                     logger.warning("%s", why)
         came = any(isinstance(a, machine.Acquired) and a.how is not Arrival.NEW for a in actions)
         if came and self._released and not self.mirrors.machine.unheard:
             self.store.release(list(self._released))  # what came here may not have heard of them
 
-    def _log_took(self, partition: PartitionId, how: Arrival) -> None:
+    def _log_acquired(self, partition: PartitionId, how: Arrival) -> None:
         read = read_marks(self.store.marks(partition))
         shards, version = np.array(read.watermarks, "<i8").tobytes(), self.version
         self._append(
             lambda seq, at: AcquiredRecord(seq, partition, how, read.seq, shards, read.fingerprint, at, version)
         )
 
-    def _log_gave(self, partition: PartitionId, partition_seq: int) -> None:
+    def _log_released(self, partition: PartitionId, partition_seq: int) -> None:
         self._append(lambda seq, at: ReleasedRecord(seq, partition, partition_seq, at))
 
     def _load(self, partition: PartitionId, checkpoint: int) -> None:
@@ -267,7 +267,7 @@ class PsService:
             if self.failure or self._finished:
                 return
             with self.mirrors.lock:
-                wanted = self.mirrors.machine.wants_snapshot(partition, checkpoint)
+                wanted = self.mirrors.machine.awaits_snapshot(partition, checkpoint)
             if not wanted:
                 with self.mirrors.transition() as m:
                     m.loaded(partition, checkpoint, there=False)
@@ -419,17 +419,17 @@ class PsService:
                 return self._peek(request)
             case Stat():
                 return self._stat(), []
-            case Want():
-                return self.mirrors.want(request), []
+            case FetchContents():
+                return self.mirrors.fetch_contents(request), []
             case FetchLog():
-                return self.mirrors.tail(request)
-            case HandOver():
+                return self.mirrors.fetch_log(request)
+            case TransferOwnership():
                 return self.mirrors.hand_over(request), []
             case _:
                 return Bad(f"a parameter server has no answer to {type(request).__name__}"), []
 
     def _declare(self, request: Declare) -> Declared:
-        with self.mirrors.lock:  # not in the middle of a step of a sweep
+        with self.mirrors.lock:  # not in the middle of a piece of a full sync
             for spec in request.tables:
                 self.store.declare(spec)
         # A table counts as initialised where every partition that is to be here says so.

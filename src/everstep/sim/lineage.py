@@ -104,10 +104,10 @@ class Lineage(Truth):
             if mine:
                 self.promised[epoch][partition][lo:hi] = b"\1" * (hi - lo)
 
-    def gave(self, ps: PeerKey, partition: PartitionId) -> None:
+    def released(self, ps: PeerKey, partition: PartitionId) -> None:
         """``ps`` serves it no longer; it stays the holder of what is in it."""
 
-    def took(self, ps: PeerKey, partition: PartitionId, how: Arrival, what: Partition) -> None:
+    def acquired(self, ps: PeerKey, partition: PartitionId, how: Arrival, what: Partition) -> None:
         """``ps`` serves ``partition`` from now on, and this is in it."""
         log = self.log[partition]
         if how is Arrival.NEW:

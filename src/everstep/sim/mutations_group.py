@@ -201,7 +201,9 @@ GROUP_MUTATIONS: tuple[Mutation, ...] = (
     _patch("trusts-itself", "an entered vote counts as committed", GroupMachine, "resolve", _trusts_itself),
     _patch("goes-over-alone", "a member goes over without the others", GroupMachine, "count", _goes_over_alone),
     _patch("obeys-old-groups", "an older group is taken for the newest", GroupMachine, "told", _obeys_old_groups),
-    _patch("stays-behind", "others may have gone over, one waits for them", GroupMachine, "_strand", _stays_behind),
+    _patch(
+        "stays-behind", "others may have gone over, one waits for them", GroupMachine, "_give_up_steps", _stays_behind
+    ),
     _patch("tells-once", "a report that was lost is not said again", Commits, "to_tell", _tells_once),
     _patch(
         "tells-behind-a-gap", "a newcomer tells before those in front of it", Commits, "to_tell", _tells_behind_a_gap

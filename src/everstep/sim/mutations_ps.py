@@ -15,7 +15,7 @@ from everstep.brain.members import SlotRecord
 from everstep.brain.shards import Dataset, Epoch, Shards
 from everstep.ids import PartitionId, ShardKey
 from everstep.model.placement import Mirror, Placement
-from everstep.net.messages import DataAnswer, Fed, Feed, FetchLog, Moved, Pushed, StreamEntry, Tailed
+from everstep.net.messages import DataAnswer, Fed, Feed, FetchLog, LogFetched, Moved, Pushed, StreamEntry
 from everstep.policies.placement_builder import PlacementBuilder
 from everstep.protect.machine import Ask, Machine
 from everstep.protect.replication import AppendCode, Blob, PeerKey, StreamKind
@@ -61,7 +61,7 @@ class HearsTwice(Machine):
         return answer
 
 
-class ChangesLostInSweep(SimStore):
+class ChangesLostInSync(SimStore):
     """Drops a difference of what is swept already until the sweep has ended."""
 
     def mirror_apply(self, mirror: int, blob: SimBlob) -> int:
@@ -71,7 +71,7 @@ class ChangesLostInSweep(SimStore):
         return super().mirror_apply(mirror, blob)
 
 
-class ChangesTakenBeforeSweep(SimStore):
+class ChangesTakenBeforeSync(SimStore):
     """A difference of what is still to be swept is applied, and comes with the contents once more."""
 
     def mirror_apply(self, mirror: int, blob: SimBlob) -> int:
@@ -125,18 +125,18 @@ class NoLevelling(Machine):
         return []
 
 
-class TailDoesNotFence(Machine):
-    def tail(self, request: FetchLog) -> tuple[Tailed | Moved, list[Blob]]:
+class FetchedLogDoesNotFence(Machine):
+    def fetch_log(self, request: FetchLog) -> tuple[LogFetched | Moved, list[Blob]]:
         sources = dict(self._sources)
-        answer = super().tail(request)
+        answer = super().fetch_log(request)
         self._sources = sources
         return answer
 
 
-class TailsGoAtOnce(Machine):
+class LogGoesAtOnce(Machine):
     def feed(self, request: Feed, blobs: Sequence[Blob]) -> Fed | Moved:
         answer = super().feed(request, blobs)
-        self._tails.clear()
+        self._retained.clear()
         return answer
 
 
@@ -154,10 +154,10 @@ class CompleteTooEarly(Machine):
 class NewMirrorAhead(Machine):
     """A new mirror is complete although an older one may lack what came before it."""
 
-    def _sweep_partition(self, partition: PartitionId) -> bool:
-        for sweep in self._sweeps[partition]:
-            sweep.ticket = 0
-        return super()._sweep_partition(partition)
+    def _sync_partition(self, partition: PartitionId) -> bool:
+        for sync in self._syncs[partition]:
+            sync.ticket = 0
+        return super()._sync_partition(partition)
 
 
 class WantsNothing(Machine):
@@ -268,17 +268,17 @@ PS_MUTATIONS: tuple[Mutation, ...] = (
         "a difference that is sent again is applied again",
         Parts(store=DifferenceTwice, machine=HearsTwice),
     ),
-    Mutation("changes-lost-in-sweep", "differences of swept rows are dropped", Parts(store=ChangesLostInSweep)),
-    Mutation("changes-before-sweep", "differences of unswept rows are applied", Parts(store=ChangesTakenBeforeSweep)),
+    Mutation("changes-lost-in-sweep", "differences of swept rows are dropped", Parts(store=ChangesLostInSync)),
+    Mutation("changes-before-sweep", "differences of unswept rows are applied", Parts(store=ChangesTakenBeforeSync)),
     Mutation("fold-misses-changes", "what changes while it is folded is not folded", Parts(store=FoldMissesChanges)),
     Mutation("fences-forgotten", "mirrors know no fences", Parts(store=FencesForgotten)),
     Mutation("marks-forgotten", "differences do not bring marks", Parts(store=MarksForgotten)),
     Mutation("rows-alike", "the second row of parity is like the first", Parts(store=SecondRowUnweighted)),
     Mutation("no-levelling", "a new owner does not ask the other mirrors", Parts(machine=NoLevelling)),
     Mutation(
-        "tail-does-not-fence", "an owner that was replaced still reaches mirrors", Parts(machine=TailDoesNotFence)
+        "tail-does-not-fence", "an owner that was replaced still reaches mirrors", Parts(machine=FetchedLogDoesNotFence)
     ),
-    Mutation("tails-go-at-once", "no mirror keeps differences for the others", Parts(machine=TailsGoAtOnce)),
+    Mutation("tails-go-at-once", "no mirror keeps differences for the others", Parts(machine=LogGoesAtOnce)),
     Mutation("complete-too-early", "a mirror is complete with its first member", Parts(machine=CompleteTooEarly)),
     Mutation("wants-once", "what was asked of a ps is not asked again", Parts(machine=WantsNothing)),
     Mutation("one-row-for-two", "two lost members are rebuilt without the other row", Parts(machine=SecondRowFirst)),

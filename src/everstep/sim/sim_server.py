@@ -25,9 +25,18 @@ from everstep.model.reasons import Arrival
 from everstep.model.shard import Lease, Span, Token
 from everstep.model.snapshot import CheckpointFile, PartitionSnapshot
 from everstep.native.ledger import SpanTuple
-from everstep.net.messages import Fed, Feed, FetchLog, HandOver, Moved, Pushed, Want
-from everstep.protect.machine import Acquired, Ask, LoadSnapshot, Machine, Released, ReportProgress, Stuck, Whole
-from everstep.protect.replication import PeerKey, ReplicationStreams
+from everstep.net.messages import Fed, Feed, FetchContents, FetchLog, Moved, Pushed, TransferOwnership
+from everstep.protect.machine import (
+    Acquired,
+    Ask,
+    LoadSnapshot,
+    Machine,
+    PartitionRebuilt,
+    Released,
+    ReportProgress,
+    Stuck,
+)
+from everstep.protect.replication import PeerKey, PythonReplicationSender
 from everstep.sim.cluster import Child, spans_of, watermarks
 from everstep.sim.kernel import Conn, Violation
 from everstep.sim.sim_store import SimStore
@@ -76,7 +85,7 @@ class MirrorPs(Child):
         self.store: SimStore = sim.parts.store(
             sim.parts.ledger(sim.spec.partitions, ()), plan.samples * scenario.epochs, plan.samples
         )
-        self.streams = ReplicationStreams()
+        self.streams = PythonReplicationSender()
         self.machine: Machine = sim.parts.machine(slot, incarnation, self.store, self.streams)
         self.address = Address(NodeId(node), f"ps-{slot}.{incarnation}")
         self.acked = scenario.protect == "acked"
@@ -86,7 +95,7 @@ class MirrorPs(Child):
         self.feeds: dict[PeerKey, tuple[int, float]] = {}  # request under way, when it is said again
         self.asked: dict[int, tuple[Ask, float]] = {}
         self.requests = 0
-        self.draining = self.sweeping = False
+        self.draining = self.syncing = False
         self.snapshots = 0
         self.stuck: tuple[int, tuple[PartitionId, ...]] = (0, ())
         self.stuck_at = 0.0
@@ -136,7 +145,7 @@ class MirrorPs(Child):
         self.moved_on()
 
     def report(self) -> None:
-        self.reports = [MirrorsReady(tuple(self.machine.complete), tuple(sorted(self.machine.torn)))]
+        self.reports = [MirrorsReady(tuple(self.machine.complete), tuple(sorted(self.machine.inconsistent)))]
         self.reports += [PartitionsReady(version, partitions, how) for version, how, partitions in self.machine.ready()]
         self.again()
 
@@ -166,8 +175,8 @@ class MirrorPs(Child):
         """Go on after anything that the machine or the store did."""
         if self.machine.dirty:
             self.machine.settle()
-        if unexplained := self.machine.torn - self.sim.torn:  # it would be mended, and hide what lost a difference
-            raise Violation(f"{self}: mirrors {sorted(unexplained)} are torn, and nothing of this run tore them")
+        if unexplained := self.machine.inconsistent - self.sim.inconsistent:
+            raise Violation(f"{self}: mirrors {sorted(unexplained)} are inconsistent, and no fault explains it")
         truth, store = self.sim.truth, self.store
         came = False
         for action in self.machine.take_actions():
@@ -178,12 +187,12 @@ class MirrorPs(Child):
                 partition = action.partition  # type: ignore[attr-defined]
                 if partition in truth.restarted and self.sim.outlived(self.me, partition):
                     continue  # it ends, by an old map, what is over for everybody else: nothing of it counts
-                truth.took(self.me, partition, action.how, store.partitions[partition])  # type: ignore[attr-defined]
+                truth.acquired(self.me, partition, action.how, store.partitions[partition])  # type: ignore[attr-defined]
                 came = came or action.how is not Arrival.NEW  # type: ignore[attr-defined]
-            elif kind is Whole:
+            elif kind is PartitionRebuilt:
                 truth.whole(self.me, action.partition, store.partitions[action.partition])  # type: ignore[attr-defined]
             elif kind is Released:
-                truth.gave(self.me, action.partition)  # type: ignore[attr-defined]
+                truth.released(self.me, action.partition)  # type: ignore[attr-defined]
             elif kind is LoadSnapshot:
                 self.load(action.partition, action.checkpoint)  # type: ignore[attr-defined]
             elif kind is ReportProgress:
@@ -195,9 +204,9 @@ class MirrorPs(Child):
         if not self.draining and store.outbox:
             self.draining = True
             self.later(0.004 * self.kernel.random(), self.drain)
-        if not self.sweeping and self.machine.sweeping:
-            self.sweeping = True
-            self.later(0.004 + 0.02 * self.kernel.random(), self.sweep)
+        if not self.syncing and self.machine.syncing:
+            self.syncing = True
+            self.later(0.004 + 0.02 * self.kernel.random(), self.sync)
         self.send()
         self.acknowledge()
 
@@ -211,10 +220,10 @@ class MirrorPs(Child):
         if entries:
             self.streams.append(first, entries)
 
-    def sweep(self) -> None:
-        self.sweeping = False
+    def sync(self) -> None:
+        self.syncing = False
         self.deal_out()
-        self.machine.sweep()
+        self.machine.sync()
         self.moved_on()
 
     def load(self, partition: PartitionId, checkpoint: int) -> None:
@@ -223,13 +232,13 @@ class MirrorPs(Child):
         self.later((2.0 if slow else 0.02) + 0.2 * self.kernel.random(), self.loaded, partition, checkpoint)
 
     def loaded(self, partition: PartitionId, checkpoint: int) -> None:
-        there = self.kernel.random() < 0.8 or self.machine.wants_snapshot(partition, checkpoint)
+        there = self.kernel.random() < 0.8 or self.machine.awaits_snapshot(partition, checkpoint)
         self.store.load_end(partition, self.sim.snapshot_of(checkpoint, partition).copy() if there else None)
         self.machine.loaded(partition, checkpoint, there)
         self.moved_on()
 
-    def tear(self, mirror: int) -> None:
-        self.machine.tear(mirror, "chaos")
+    def mark_inconsistent(self, mirror: int) -> None:
+        self.machine.mark_inconsistent(mirror, "chaos")
         self.moved_on()
 
     # ------------------------------------------------------------ other ps
@@ -291,13 +300,13 @@ class MirrorPs(Child):
         self.machine.settle()
         self.moved_on()
 
-    def asked_by(self, sender: MirrorPs, request: int, what: Want | FetchLog | HandOver) -> None:
+    def asked_by(self, sender: MirrorPs, request: int, what: FetchContents | FetchLog | TransferOwnership) -> None:
         blobs: list[Any] = []
         answer: Any
-        if isinstance(what, Want):
-            answer = self.machine.want(what)
+        if isinstance(what, FetchContents):
+            answer = self.machine.fetch_contents(what)
         elif isinstance(what, FetchLog):
-            answer, blobs = self.machine.tail(what)
+            answer, blobs = self.machine.fetch_log(what)
         else:
             self.deal_out()
             answer = self.machine.hand_over(what)

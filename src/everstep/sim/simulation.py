@@ -99,7 +99,7 @@ class Simulation:
         self.files: dict[str, Partition] = {}  # snapshots, durable or not
         self.manifests: dict[int, Manifest] = {}
         self.ps_deaths = 0
-        self.torn: set[int] = set()  # mirrors; ids are never used again
+        self.inconsistent: set[int] = set()  # mirrors; ids are never used again
         self.doomed: set[Slot] = set()  # lost, or about to be, and the map still names them
         self.doomed_lives: dict[Slot, Incarnation] = {}
         self.steps = NamedSteps()
@@ -322,8 +322,8 @@ class Simulation:
             whole = [m for m in ps.machine.complete if self.may_tear(m)]
             if whole:
                 mirror = rng.choice(whole)
-                kernel.say("FAULT", f"mirror {mirror} at {ps} is torn")
-                ps.tear(mirror)
+                kernel.say("FAULT", f"mirror {mirror} at {ps} is inconsistent")
+                ps.mark_inconsistent(mirror)
         elif fault == "cut ps from master briefly":
             self.cut(ps.name, self.master.name, rng.random() < 0.7, rng.uniform(0.05, 0.8))
         elif fault in ("kill ps", "kill ps and worker", "kill ps and master", "kill two ps", "zombie ps"):
@@ -376,10 +376,10 @@ class Simulation:
         placement = self.master.brain.placement
         if not self.master.alive or placement is None or self.master.brain.job.over or self.master.outdated():
             return False
-        self.torn.add(mirror)
+        self.inconsistent.add(mirror)
         if self._bearable(placement, set(self.doomed)):
             return True
-        self.torn.remove(mirror)
+        self.inconsistent.remove(mirror)
         return False
 
     def _bearable(self, placement: Placement, gone: set[Slot]) -> bool:
@@ -388,7 +388,7 @@ class Simulation:
         for switched in (False, True):  # a mirror's "ready" may be on its way: then the partition goes to who is lost
             builder = partitions.builder()
             builder.living = {p.slot for p in placement.servers if p.slot in builder.living} - gone
-            builder.drop([m for m in builder.mirrors if m.id in self.torn])
+            builder.drop([m for m in builder.mirrors if m.id in self.inconsistent])
             away = set(builder.missing)
             if switched:
                 moves = [m for m in builder.mirrors if m.kind is MirrorKind.MOVE and m.at in gone]

@@ -101,7 +101,7 @@ def _end(part: BlobPart) -> int:
 
 
 @dataclass
-class _TwinSweep:
+class _TwinSync:
     heads: int = 0
     bodies: int = 0
     dropped: bool = False
@@ -120,7 +120,7 @@ class _TwinMember:
     clock: int = 0
     shards: dict[int, tuple[int, int]] = field(default_factory=dict)
     initialised: set[int] = field(default_factory=set)
-    sweeps: dict[int, _TwinSweep] = field(default_factory=dict)
+    syncs: dict[int, _TwinSync] = field(default_factory=dict)
     dense: Pages = field(default_factory=dict)  # of dense tables: its own pages, not summed with those of others
 
 
@@ -158,26 +158,26 @@ class TwinMirror:
     def _change(self, m: _TwinMember, blob: Blob) -> int:
         if m.stage == "empty":
             for part in blob.parts:
-                m.sweeps.setdefault(part.table, _TwinSweep()).dropped = True
+                m.syncs.setdefault(part.table, _TwinSync()).dropped = True
             return APPLIED
         if blob.seq != m.seq + 1:
             return REPEAT if blob.seq <= m.seq else GAP
         for part in blob.parts:
-            sweep = _TwinSweep(NO_LIMIT, NO_LIMIT)
+            sync = _TwinSync(NO_LIMIT, NO_LIMIT)
             if m.stage == "swept":
-                sweep = m.sweeps.setdefault(part.table, _TwinSweep())
-                sweep.dropped |= not sweep.ended
+                sync = m.syncs.setdefault(part.table, _TwinSync())
+                sync.dropped |= not sync.ended
             assert part.toggled is not None and part.keys is not None
             for slot, key in zip(part.slots[part.toggled].tolist(), part.keys, strict=True):
-                if slot < sweep.heads:
+                if slot < sync.heads:
                     self._add_head(m, part.table, slot, key)
             if part.records is not None:
                 for slot, record in zip(part.slots.tolist(), part.records, strict=True):
-                    if slot < sweep.bodies:
+                    if slot < sync.bodies:
                         self._add_record(m, part.table, slot, record)
             elif part.gradients is not None:
                 for slot, gradient in zip(part.slots.tolist(), part.gradients, strict=True):
-                    if slot < sweep.bodies:
+                    if slot < sync.bodies:
                         self._update(m, self.dense[part.table], slot, gradient, part)
         marks = blob.marks
         m.seq, m.fingerprint, m.clock = blob.seq, marks.fingerprint, marks.clock
@@ -194,8 +194,8 @@ class TwinMirror:
             return REPEAT if blob.seq <= m.seq else GAP
         (part,) = blob.parts
         heads = blob.kind is BlobKind.HEADS
-        sweep = m.sweeps.get(part.table, _TwinSweep())
-        covered = sweep.heads if heads else sweep.bodies
+        sync = m.syncs.get(part.table, _TwinSync())
+        covered = sync.heads if heads else sync.bodies
         end = _end(part)
         if not end or end <= covered:  # not end: listed slots, asked for by somebody who recovers
             return REPEAT
@@ -210,11 +210,11 @@ class TwinMirror:
                 self._add_head(m, part.table, slot, part.keys[i])
             elif part.records is not None:
                 self._add_record(m, part.table, slot, part.records[i])
-        m.sweeps[part.table] = sweep
+        m.syncs[part.table] = sync
         if heads:
-            sweep.heads = end
+            sync.heads = end
         else:
-            sweep.bodies = end
+            sync.bodies = end
         m.fingerprint, m.clock = blob.marks.fingerprint, blob.marks.clock
         return APPLIED
 
@@ -223,13 +223,13 @@ class TwinMirror:
             return REPEAT if blob.seq <= m.seq else GAP
         if m.stage == "swept" and blob.seq != m.seq:
             return GAP
-        if any(not s.ended and (s.dropped or s.heads or s.bodies) for s in m.sweeps.values()):
+        if any(not s.ended and (s.dropped or s.heads or s.bodies) for s in m.syncs.values()):
             return GAP
         marks = blob.marks
         m.stage, m.seq, m.fingerprint, m.clock = "complete", blob.seq, marks.fingerprint, marks.clock
         m.shards = {shard: (watermark, fence) for shard, watermark, fence in marks.shards}
         m.initialised = set(marks.initialised)
-        m.sweeps.clear()
+        m.syncs.clear()
         return APPLIED
 
     def _page(self, m: _TwinMember, table: int, slot: int) -> tuple[U8, int, int]:

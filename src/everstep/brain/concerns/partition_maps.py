@@ -212,7 +212,7 @@ class PartitionMaps(PartitionPart):
         }  # all of them in one placement
         protection.missing, protection.ready = builder.missing, sorted(builder.ready)
         protection.mirrors = builder.next_id - 1
-        protection.torn = []
+        protection.inconsistent = []
         same_route = tuple(builder.owner) == old.owner and places == old.servers and not recovered.behind
         new = Placement(
             builder.version,
@@ -267,13 +267,13 @@ class PartitionMaps(PartitionPart):
         ids = [m.id for m in placement.mirrors]
         assert len(ids) == len(set(ids)) and all(0 < i <= protection.mirrors for i in ids), "a mirror id is used twice"
         assert set(protection.ready) <= set(ids), "a mirror that is gone is ready"
-        assert set(protection.torn) <= set(ids), "a mirror that is gone is torn"
+        assert set(protection.inconsistent) <= set(ids), "a mirror that is gone is torn"
         assert all(m.at in serving for m in placement.mirrors), "a mirror at a ps that is not there"
         snapshots = dict(placement.snapshots)
         for partition, pending in protection.missing.items():
             slot = placement.owner[partition]
             here = [m for m in placement.mirrors_of(partition) if m.at == slot and m.id in protection.ready]
-            if pending.how is How.FOLD:
+            if pending.how is How.RECONSTRUCT:
                 assert here, f"bucket {partition} is to be folded at ps:{slot}, which has no complete mirror of it"
             elif pending.how in (How.PROMOTE, How.HAND_OVER):
                 assert any(m.members == (partition,) for m in here), f"bucket {partition} has no mirror at ps:{slot}"

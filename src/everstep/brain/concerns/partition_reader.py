@@ -92,11 +92,11 @@ class PartitionReader:
         # A ps of the map in a later life is not the one that was meant.
         stale = {p.slot for p in placement.servers if (p.slot, p.incarnation) not in joined}
         living = {m.slot for m in self.servers()}
-        torn = [m for m in placement.mirrors if m.id in protection.torn]
-        mirrors = [m for m in placement.mirrors if m.at not in stale and m not in torn]
+        inconsistent = [m for m in placement.mirrors if m.id in protection.inconsistent]
+        mirrors = [m for m in placement.mirrors if m.at not in stale and m not in inconsistent]
         # Who was to make its partitions of one has nothing now to make them of.
-        made = [(b, protection.missing[b].how, m) for m in torn for b in m.members if b in protection.missing]
-        of = (How.PROMOTE, How.FOLD, How.HAND_OVER)
+        made = [(b, protection.missing[b].how, m) for m in inconsistent for b in m.members if b in protection.missing]
+        of = (How.PROMOTE, How.RECONSTRUCT, How.HAND_OVER)
         cut = {b for b, how, m in made if how in of and placement.owner[b] == m.at}
         return PlacementBuilder(
             code=self.code,
@@ -110,6 +110,7 @@ class PartitionReader:
             snapshots=dict(placement.snapshots),
             next_id=protection.mirrors + 1,
             stuck=frozenset(protection.stuck) | cut,
+            empties=self.job.empties,
         )
 
     def may_begin_again(self) -> bool:
@@ -218,7 +219,7 @@ class PartitionReader:
         """Return mirrors of stripes that do not have everything yet."""
         placement = self.protection.placement
         mirrors = placement.mirrors if placement is not None else ()
-        whole = set(self.protection.ready) - set(self.protection.torn)
+        whole = set(self.protection.ready) - set(self.protection.inconsistent)
         return sum(m.kind is MirrorKind.PARITY and m.id not in whole for m in mirrors)
 
     def empty(self, slot: Slot) -> bool:

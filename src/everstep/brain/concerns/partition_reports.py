@@ -61,7 +61,7 @@ class PartitionReports(PartitionPart):
         """A ps tells what is whole there."""
         if isinstance(e, MirrorsReady):
             self.mirrors_ready(slot, e.mirrors)
-            return self._torn(slot, e)
+            return self._inconsistent(slot, e)
         if e.how is Arrival.STUCK:
             return self._stuck(slot, e)
         news = self.partitions_ready(slot, e.placement, e.partitions)
@@ -73,14 +73,14 @@ class PartitionReports(PartitionPart):
         words = f"every bucket is whole where the map has it (the last ones at ps:{slot}: {e.how})"
         return [Note("", Decision("buckets ready", words, inputs))]
 
-    def _torn(self, slot: Slot, e: MirrorsReady) -> list[InstructionType]:
+    def _inconsistent(self, slot: Slot, e: MirrorsReady) -> list[InstructionType]:
         """Mirrors are not to be trusted: from now on none is there, and the next map has others in their place."""
         placement, protection = self.protection.placement, self.protection
         named = {m.id for m in placement.mirrors} if placement is not None else set()
-        news = sorted((set(e.torn) & named) - set(protection.torn))
+        news = sorted((set(e.inconsistent) & named) - set(protection.inconsistent))
         if not news:
             return []
-        protection.torn = sorted([*protection.torn, *news])
+        protection.inconsistent = sorted([*protection.inconsistent, *news])
         words = f"{len(news)} mirrors lack differences of their members: others are made in their place"
         why = Decision("mirrors torn", words, {"mirrors": len(news)}, ("go on with them: they would give wrong rows",))
         return [Note(f"ps:{slot}", why)]
@@ -111,7 +111,7 @@ class PartitionReports(PartitionPart):
         return self.checkpoints.load_failed(e.checkpoint, f"ps:{slot}", e.error)
 
     def spread(self, moves: Iterable[HotMove]) -> list[HotMove]:
-        """Want these partitions elsewhere; those for which it is possible."""
+        """Ask for these partitions elsewhere: those for which it is possible."""
         done: list[HotMove] = []
         for move in moves:
             layout = self.protection.layout

@@ -113,10 +113,10 @@ class RecordedJob:
         for one in out:
             self._look(one, at)
         missing = self.brain.state.protection.missing
-        folding = sum(p.how is How.FOLD for p in missing.values())
-        if folding and not self._rebuilding:
-            self._rebuild, self._rebuilding = at, folding
-        elif not folding and self._rebuilding:
+        reconstructing = sum(p.how is How.RECONSTRUCT for p in missing.values())
+        if reconstructing and not self._rebuilding:
+            self._rebuild, self._rebuilding = at, reconstructing
+        elif not reconstructing and self._rebuilding:
             self._rebuilds.append((at - self._rebuild, self._rebuilding / self.brain.job.spec.partitions))
             self._rebuilding = 0
 

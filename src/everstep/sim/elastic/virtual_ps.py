@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _ARRIVALS = {
     How.PROMOTE: Arrival.PROMOTED,
-    How.FOLD: Arrival.REBUILT,
+    How.RECONSTRUCT: Arrival.REBUILT,
     How.LOAD: Arrival.LOADED,
     How.HAND_OVER: Arrival.PROMOTED,
     How.TAKE_BACK: Arrival.RESUMED,
@@ -48,7 +48,7 @@ class VirtualPs:
                     continue
                 self._asked.add((-1 - partition, pending.version))
                 took_s = 0.0
-                if pending.how is How.FOLD:
+                if pending.how is How.RECONSTRUCT:
                     took_s = model.build_s(one * width)
                 elif pending.how is How.LOAD:
                     took_s = model.restore_s * one
@@ -76,9 +76,8 @@ class VirtualPs:
     def _see_speed(self) -> None:
         missing = self._job.brain.state.protection.missing.values()
         begins = not self._job.brain.shards.datasets
-        share = (
-            self._job.model.rebuilding if not begins and any(p.how in (How.FOLD, How.LOAD) for p in missing) else 1.0
-        )
+        rebuilt = any(p.how in (How.RECONSTRUCT, How.LOAD) for p in missing)
+        share = self._job.model.rebuilding if not begins and rebuilt else 1.0
         if share != self._slow:
             self._slow = share
             self._job.workers.speed(share)

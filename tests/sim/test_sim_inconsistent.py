@@ -28,17 +28,17 @@ def test_storms_with_torn_mirrors(seeds: int) -> None:
     for seed in range(seeds):
         trace: list[str] = []
         simulate(seed, torn_scenario(seed), trace=trace)
-        tears += sum("is torn" in line for line in trace)
+        tears += sum("is inconsistent" in line for line in trace)
     assert tears > seeds // 2
 
 
 class Silent(Machine):
-    """It says that a mirror is torn to nobody: the next loss is recovered from nothing, or never."""
+    """It says that a mirror is inconsistent to nobody: the next loss is recovered from nothing, or never."""
 
-    def tear(self, mirror: int, why: str) -> None:
-        super().tear(mirror, why)
-        self._throw_away_torn()
-        self.torn.clear()
+    def mark_inconsistent(self, mirror: int, why: str) -> None:
+        super().mark_inconsistent(mirror, why)
+        self._discard_inconsistent()
+        self.inconsistent.clear()
 
 
 def test_a_ps_that_keeps_it_to_itself_is_caught() -> None:
