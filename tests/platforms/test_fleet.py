@@ -48,6 +48,17 @@ def test_a_machine_comes_is_warned_and_goes() -> None:
     assert fleet.over() == [ReleaseMachine(NODE)] and fleet.held == ()
 
 
+def test_a_machine_that_the_job_has_emptied_is_given_back_once() -> None:
+    fleet = Fleet()
+    fleet.told(GRANT)
+    assert fleet.unwanted(NODE) == [
+        StopAgent(NODE),
+        ReleaseMachine(NODE),
+        Remember(GRANT, CapacityStep.GIVEN_BACK),
+    ]
+    assert fleet.unwanted(NODE) == [] and fleet.held == ()
+
+
 def test_an_agent_that_ends_again_and_again_gives_its_machine_back() -> None:
     fleet = Fleet()
     fleet.told(GRANT)

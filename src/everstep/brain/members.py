@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import msgspec
 
 from everstep.ids import Incarnation, LeaseNo, NodeId, ShardKey, Slot
+from everstep.model.capacity import Market
 from everstep.model.member import Member, MemberState, Role
 from everstep.policies.node_selection import HOME_NODE, NodeRoom, choose_ps_node, choose_worker_node
 
@@ -18,7 +19,8 @@ class Node(msgspec.Struct):
     ``quiet_since``: when one of its processes was declared lost for its silence; until its agent has said anything the
     whole node may be cut off, and nobody is started there. 0.0: it is heard. ``machine``: that it stands on, "": one of
     its own. ``zone``: "": nobody said. ``since``: when it joined, or came back. ``counted``: no places are
-    none (else the home node takes any number)."""
+    none (else the home node takes any number). ``market``: of its machine; None, as nobody said, counts as one that
+    stays."""
 
     node: NodeId
     host: str
@@ -33,11 +35,17 @@ class Node(msgspec.Struct):
     zone: str = ""
     since: float = 0.0
     counted: bool = False
+    market: Market | None = None
 
     def takes(self, role: Role) -> bool:
         """Return whether processes of this role may run here at all."""
         places = self.worker_places if role is Role.WORKER else self.ps_places
         return places > 0 or (not self.counted and (role is Role.WORKER or self.node == HOME_NODE))
+
+    @property
+    def stays(self) -> bool:
+        """Return whether nobody may take its machine back."""
+        return self.market is not Market.SPOT
 
 
 class SlotRecord(msgspec.Struct):
@@ -281,9 +289,10 @@ class Rooms:
     """Where processes of a role are started; places for ps are counted once for all that one event starts. What it
     chooses is what ``policies.node_selection`` says."""
 
-    def __init__(self, members: Members, role: Role, at_home: int = 0) -> None:
-        """``at_home``: so many ps have to be on the home node's machine before others get any."""
-        self._members, self._role, self._at_home = members, role, at_home
+    def __init__(self, members: Members, role: Role, at_home: int = 0, staying: bool = False) -> None:
+        """``at_home``: so many ps have to be on the home node's machine before others get any. ``staying``: ps go to
+        machines that stay, while one of these has a place."""
+        self._members, self._role, self._at_home, self._staying = members, role, at_home, staying
         self._rooms: dict[NodeId, NodeRoom] | None = None
         self._offers: list[NodeId] = []  # the home node, and those with counted places
 
@@ -294,6 +303,9 @@ class Rooms:
         if self._role is Role.PS:
             rooms = self._now()
             offers = [rooms[name] for name in self._offers]
+            if self._staying:
+                stay = [room for room in offers if members.nodes[room.node].stays]
+                offers = stay if any(room.node == HOME_NODE or room.free for room in stay) else offers
             if avoid is not None:
                 node = choose_ps_node((room for room in offers if room.node != avoid), self._at_home)
             return node if node is not None else choose_ps_node(offers, self._at_home)

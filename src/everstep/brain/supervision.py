@@ -13,6 +13,7 @@ import msgspec
 
 from everstep.brain.job import JobState
 from everstep.brain.members import Members
+from everstep.ids import NodeId
 
 CHANGES_KEPT = 64  # of the state of the job, for displays
 
@@ -47,7 +48,9 @@ class Supervision(msgspec.Struct, kw_only=True):
     ``by_itself``: it is suspended because of who was there, and goes on when they are back. ``suspensions``: so far.
     ``losses``: of processes, beside those of lost nodes. ``told``: what was said last of a wait that cannot end.
     ``spent``: seconds in states that are over, by state. ``goes_on``: the next master does not replace a lost one, but
-    is the first one after a suspension."""
+    is the first one after a suspension. ``on_demand``: machines asked for in place of spot ones, 0: none;
+    ``on_demand_since``: since when. ``stand_ins``: that were granted and are held. ``spot_since``: since when the
+    other machines are enough."""
 
     stage: JobStage = JobStage.PENDING
     changes: list[StageChange] = []
@@ -63,6 +66,10 @@ class Supervision(msgspec.Struct, kw_only=True):
     losses: int = 0
     told: str = ""
     goes_on: bool = False
+    on_demand: int = 0
+    on_demand_since: float = 0.0
+    stand_ins: list[NodeId] = []
+    spot_since: float = 0.0
 
     def __repr__(self) -> str:
         return f"<supervision {self.stage}{f', {self.lack}' if self.lack else ''}>"

@@ -16,9 +16,11 @@ from everstep.platforms.agents import AgentsElsewhere, LocalAgents
 from everstep.platforms.capacity import AgentPlatform, Capacity
 from everstep.platforms.command_capacity import CommandCapacity
 from everstep.platforms.fleet import Remember
-from everstep.platforms.fleet_runner import FleetRunner
+from everstep.platforms.fleet_runner import FleetRunner, StandIns
 from everstep.platforms.notices import DESIGN_LEAD_S
 from everstep.platforms.trace_capacity import TraceCapacity
+from everstep.policies.node_selection import HOME_NODE
+from everstep.policies.waits import fallback_s
 from everstep.units import seconds
 
 REMEMBER_S = 60.0
@@ -65,4 +67,14 @@ def make_fleet(
         source = CommandCapacity(rest, {"EVERSTEP_JOIN": join, "EVERSTEP_SECRET_FILE": str(run_dir / SECRET_FILE)})
         agents = AgentsElsewhere(drain)
         most = spec.capacity_nodes
-    return FleetRunner(source, agents, most, lambda: fetch() is not None, remember, say)
+    wants = (lambda: stand_ins(fetch())) if fallback_s(spec) else None
+    return FleetRunner(source, agents, most, lambda: fetch() is not None, remember, say, wants)
+
+
+def stand_ins(view: JobView | None) -> StandIns | None:
+    """Return what the job wants in place of spot machines; None: its master does not answer."""
+    if view is None or view.supervision is None:
+        return None
+    count = view.supervision.on_demand
+    empty = (n.node for n in view.nodes if n.draining and n.alive and not n.workers and not n.ps and not n.spot)
+    return StandIns(count, tuple(node for node in empty if not count and node != HOME_NODE))

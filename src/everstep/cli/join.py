@@ -132,7 +132,7 @@ def join_job(
 def ps_offered(spec: JobSpec, market: str) -> int:
     """Return how many ps a node takes where nobody said: any number if the job expects nodes or protects its ps; none
     on a machine that may be taken back."""
-    wanted = spec.nodes > 1 or spec.parity not in ("", "0")
+    wanted = spec.nodes > 1 or spec.parity not in ("", "0") or "ps" in spec.reliable
     return PLACES_MAX if wanted and market != Market.SPOT else 0
 
 

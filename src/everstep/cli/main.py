@@ -45,6 +45,8 @@ def cli() -> None:
 @click.option("--recovery", help="After a loss: run_with_available (default) or wait_for_all.")
 @click.option("--global-batch", help="allreduce, fewer workers: fixed, or scale (see --strategy).")
 @click.option("--fail-tolerance", type=int, help="Lost workers and ps that the job takes, beside lost nodes.")
+@click.option("--reliable", help="Roles on machines that stay, while there is one: master, ps, or master,ps.")
+@click.option("--fallback", help="Ask for on-demand machines after so long a wait for spot, e.g. 10m (default off).")
 @click.option("--stabilization", help="Capacity that is back counts after so long (default 10s).")
 @click.option(
     "--logical-workers", type=int, help="allreduce: parts of every batch, on any number of workers: same bits."

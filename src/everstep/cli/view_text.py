@@ -135,7 +135,8 @@ def shards_text(epoch: EpochView) -> str:
 def node_text(node: NodeView) -> str:
     """Return ``node1 on rack7 (m-1f2e, eu-1a): 2 workers, 1 ps, draining``."""
     name = f"{node.node} on {node.host}" if node.host and node.host != node.node else str(node.node)
-    stands = ", ".join(part for part in (node.machine, node.zone) if part and part != node.node)
+    spot = "spot" if node.spot else ""
+    stands = ", ".join(part for part in (node.machine, node.zone, spot) if part and part != node.node)
     name += f" ({stands})" if stands else ""
     parts = [f"{node.workers} workers"] if node.workers else []
     parts += [f"{node.ps} ps"] if node.ps else []
@@ -230,6 +231,7 @@ def supervision_text(found: SupervisionView, at: float) -> str:
         parts.append(f"{found.state} for {clock(at - found.since)}: {found.lack or found.why}")
         parts += [f"for another {clock(max(0.0, found.until - at))} at most"] if found.until else []
     parts += [f"{state} {clock(s)} in all" for state, s in found.seconds.items() if state == "waiting" and s >= 1.0]
+    parts += [f"{found.on_demand} on-demand machines stand in for spot ones"] if found.on_demand else []
     parts += [f"suspended {found.suspensions} times"] if found.suspensions else []
     if parts and len(found.stages) > 1:
         before, now = found.stages[-2:]

@@ -271,12 +271,39 @@ def _check_supervision(spec: JobSpec, at: Mapping[str, str]) -> None:
         raise ConfigError(f"{where}: expected a span such as '10s' ({error})") from None
     if stable_s > 86_400:
         raise ConfigError(f"{where}: at most a day")
+    _check_reliable(spec, at)
     if spec.on_wait_timeout != "suspend" and spec.max_wait == "off":
         raise ConfigError(
             f"on_wait_timeout = {spec.on_wait_timeout!r}{at['on_wait_timeout']}: the job waits for ever; give max_wait"
         )
 
 
+def _check_reliable(spec: JobSpec, at: Mapping[str, str]) -> None:
+    """Check which roles stand on machines that stay, and when such machines are asked for."""
+    where = f"reliable = {','.join(spec.reliable)!r}{at['reliable']}"
+    if unknown := [role for role in spec.reliable if role not in RELIABLE]:
+        raise ConfigError(f"{where}: {unknown[0]!r} is no role that can be: expected some of {', '.join(RELIABLE)}")
+    if "master" in spec.reliable and spec.market == "spot":
+        raise ConfigError(
+            f"{where}: this machine has the master, and market = 'spot'{at['market']} says that it may be taken back: "
+            "begin on an on-demand machine, or leave master out"
+        )
+    if "ps" in spec.reliable and not spec.ps:
+        raise ConfigError(f"{where}: this job has no ps; leave ps out")
+    fallback_s = parse_limit(spec.fallback, f"fallback{at['fallback']}")
+    where = f"fallback = {spec.fallback!r}{at['fallback']}"
+    if fallback_s and not spec.capacity:
+        raise ConfigError(f"{where}: there is nobody to ask for on-demand machines; give capacity")
+    wait_s = parse_limit(spec.max_wait, "max_wait")
+    if fallback_s and 0 < wait_s <= fallback_s:
+        raise ConfigError(
+            f"{where}: it never comes to that: the job waits for max_wait = {spec.max_wait!r}{at['max_wait']} at most"
+        )
+
+
+RELIABLE: Final = ("master", "ps")
+_LISTS: Final = ("reliable",)
+"""Settings that may be written as one text: ``master,ps``."""
 POLICIES: Final = ("none", "shared", "exclusive", "backup")
 
 
@@ -634,6 +661,8 @@ def _convert(field: str, value: Any, origin: str, text: bool) -> Any:
             raise ConfigError(f"{shown}: expected {' or '.join(map(repr, choices))}")
         return value
     if typing.get_origin(wanted) is tuple:
+        if field in _LISTS and isinstance(value, str):
+            return tuple(part.strip() for part in value.split(",") if part.strip())
         if text:
             try:
                 return tuple(shlex.split(value))

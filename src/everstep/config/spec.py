@@ -34,6 +34,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     on_wait_timeout: Literal["suspend", "fail", "run"] = "suspend"  # what then; run: with what there is
     recovery: Literal["run_with_available", "wait_for_all"] = "run_with_available"  # after a loss
     fail_tolerance: int = -1  # so many lost workers and ps are taken, beside those of lost nodes; -1: any number
+    reliable: tuple[str, ...] = ()  # roles that stand on machines which stay, while there is one: master, ps
+    fallback: str = "off"  # after so long a wait for spot machines on-demand ones are asked for; "off": never
     stabilization: str = "10s"  # capacity that is back counts once it has stayed for so long
     logical_workers: int = 0  # allreduce: parts of every global batch, on however many workers: same bits; 0: off
     processes_per_worker: int = 1  # allreduce: processes that share one replica of the model (FSDP2: fully_shard)

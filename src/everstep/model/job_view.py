@@ -93,6 +93,7 @@ class NodeView(msgspec.Struct, frozen=True):
     - ``ps``: that run on it [processes]
     - ``machine``: that it stands on: nodes of one machine are lost together; "": one of its own [text]
     - ``zone``: where that machine is; "": nobody said [text]
+    - ``spot``: its platform may take it back [flag]
     """
 
     node: NodeId
@@ -103,6 +104,7 @@ class NodeView(msgspec.Struct, frozen=True):
     ps: int = 0
     machine: str = ""
     zone: str = ""
+    spot: bool = False
 
 
 class EpochView(msgspec.Struct, frozen=True):
@@ -284,6 +286,7 @@ class SupervisionView(msgspec.Struct, frozen=True, kw_only=True):
     - ``suspending``: why it is being suspended; "": it is not [text]
     - ``suspensions``: of the job so far [number]
     - ``seconds``: that it was in each state, by state [seconds]
+    - ``on_demand``: asked for in place of spot machines; 0: none [machines]
     - ``stages``: its last changes of state, the newest last [states]
     """
 
@@ -295,6 +298,7 @@ class SupervisionView(msgspec.Struct, frozen=True, kw_only=True):
     suspending: str = ""
     suspensions: int = 0
     seconds: dict[str, float] = {}
+    on_demand: int = 0
     stages: tuple[StageView, ...] = ()
 
 

@@ -163,6 +163,7 @@ def nodes_view(brain: Brain) -> Iterable[NodeView]:
             ps=running.get((n.node, Role.PS), 0),
             machine=n.machine,
             zone=n.zone,
+            spot=not n.stays,
         )
 
 
@@ -304,6 +305,7 @@ def supervision_view(brain: Brain, at: float) -> SupervisionView | None:
         suspending=supervision.suspending if not brain.job.over else "",
         suspensions=supervision.suspensions,
         seconds=supervision.seconds(at),
+        on_demand=supervision.on_demand,
         stages=tuple(StageView(c.at, c.stage.value, c.why) for c in supervision.changes),
     )
 

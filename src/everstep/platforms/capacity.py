@@ -26,8 +26,9 @@ class Capacity(Protocol):
         """Return what could be had now, beyond what is held."""
         ...
 
-    def request(self, count: int) -> None:
-        """Ask for ``count`` machines, those that are held among them. Harmless when repeated."""
+    def request(self, count: int, market: Market = Market.SPOT) -> None:
+        """Ask for ``count`` machines, those that are held among them. Harmless when repeated. ``market`` on_demand: of
+        those that stay, beside the others; a source that has none gives none."""
         ...
 
     def release(self, node: NodeId) -> None:
@@ -99,7 +100,7 @@ class ThisMachine:
     def offers(self) -> tuple[Offer, ...]:
         return () if self._held else (self._offer,)
 
-    def request(self, count: int) -> None:
+    def request(self, count: int, market: Market = Market.SPOT) -> None:
         if count > 0 and not self._held:
             self._held = True
             self._news.append(Grant(HOME_NODE, self._offer))
@@ -134,7 +135,7 @@ class JoinedHosts:
     def offers(self) -> tuple[Offer, ...]:
         return ()
 
-    def request(self, count: int) -> None:
+    def request(self, count: int, market: Market = Market.SPOT) -> None:
         if count > 0 and not self._said:
             self._said = True
             self._say(self._how)

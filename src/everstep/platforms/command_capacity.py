@@ -4,7 +4,8 @@ The script is called as ``WORDS VERB ARGUMENT...``:
 
 - ``offers``: prints one line of JSON for each kind of machine, such as ``{"class": "g5.xlarge", "zone": "eu-1a",
   "market": "spot", "price": 0.31, "count": 4}``;
-- ``request N``: the job wants N machines in all; ``release NODE``: it gives one back;
+- ``request N``: the job wants N machines in all; ``request N on_demand`` (``--fallback``): besides, N that stay, in
+  place of spot machines that are lacking; ``release NODE``: it gives one back;
 - ``watch``: prints what has happened since it was called last, one line of JSON each:
   ``{"what": "granted", "node": "n1", "class": ..., "zone": ..., "market": ..., "price": ...}``,
   ``{"what": "warned", "node": "n1", "in_s": 30}``, ``{"what": "gone", "node": "n1"}``.
@@ -83,8 +84,8 @@ class CommandCapacity:
             found.append(Offer(o.hardware, o.zone, o.market, o.price, o.count))
         return tuple(found)
 
-    def request(self, count: int) -> None:
-        self._ask("request", str(count))
+    def request(self, count: int, market: Market = Market.SPOT) -> None:
+        self._ask("request", str(count), *([market.value] if market is Market.ON_DEMAND else []))
 
     def release(self, node: NodeId) -> None:
         self._ask("release", node)

@@ -107,6 +107,14 @@ class Fleet:
                     return [Complain(f"{node} is gone, and the job does not have it: nothing is done")]
                 return [StopAgent(node), Remember(held.grant, CapacityStep.TAKEN_BACK, recorded_s, held.life)]
 
+    def unwanted(self, node: NodeId) -> list[FleetAction]:
+        """The job has emptied this machine, and wants it no more: it is given back. Harmless when repeated."""
+        held = self._held.pop(node, None)
+        if held is None:
+            return []
+        gone = Remember(held.grant, CapacityStep.GIVEN_BACK, life=held.life)
+        return [StopAgent(node), ReleaseMachine(node), gone]
+
     def ended(self, node: NodeId, status: int, lived_s: float) -> list[FleetAction]:
         """The agent of a machine has ended by itself, with ``status``, after ``lived_s`` seconds."""
         held = self._held.get(node)

@@ -7,8 +7,11 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from everstep.errors import EverstepError, PlatformError
+from everstep.ids import NodeId
+from everstep.model.capacity import Market
 from everstep.net.retry import backoff
 from everstep.platforms.capacity import AgentPlatform, Capacity
 from everstep.platforms.fleet import (
@@ -23,13 +26,23 @@ from everstep.platforms.fleet import (
 )
 
 _TURN_S = 0.1
+_STAND_INS_S = 1.0
 _AGENTS_END_S = 15.0
 _BACK_OFF_MAX_S = 60.0
 
 
+class StandIns(NamedTuple):
+    """Is what the job wants in place of spot machines: ``machines`` on-demand ones; it wants ``emptied`` no more."""
+
+    machines: int
+    emptied: tuple[NodeId, ...] = ()
+
+
 class FleetRunner:
     """Is run from ``start`` to ``close``. ``ready()``: whether the master can be joined. ``remember`` has the journal
-    say what became of a machine; it may take long, and is called on a thread of its own. ``say``: a line for people."""
+    say what became of a machine; it may take long, and is called on a thread of its own. ``say``: a line for people.
+    ``stand_ins``: asks the job what it wants in place of spot machines, None: it does not answer; None: it never wants
+    any."""
 
     def __init__(
         self,
@@ -39,7 +52,9 @@ class FleetRunner:
         ready: Callable[[], bool],
         remember: Callable[[Remember], None],
         say: Callable[[str], None],
+        stand_ins: Callable[[], StandIns | None] | None = None,
     ) -> None:
+        self._stand_ins, self._asked, self._look_at = stand_ins, 0, 0.0
         self._source, self._platform, self._most = source, platform, most
         self._ready, self._remember, self._say = ready, remember, say
         self._fleet = Fleet()
@@ -116,6 +131,7 @@ class FleetRunner:
                             self._do(self._fleet.told(one))
                 for node, status, lived_s in ((e.node, e.status, e.lived_s) for e in self._platform.ended()):
                     self._do(self._fleet.ended(node, status, lived_s))
+                self._look_at_stand_ins(now)
                 due = [start for at, start in self._late if at <= now]
                 self._late = [(at, start) for at, start in self._late if at > now]
                 self._do([s for s in due if self._fleet.starts(s)], late=True)
@@ -124,7 +140,27 @@ class FleetRunner:
             self._platform.close(_AGENTS_END_S)
             with contextlib.suppress(EverstepError):
                 self._source.request(0)
+                if self._asked:
+                    self._source.request(0, Market.ON_DEMAND)
+            self._asked = 0
             self._do(self._fleet.over())
+
+    def _look_at_stand_ins(self, now: float) -> None:
+        """Ask for as many on-demand machines as the job wants now, and give back those that it has emptied."""
+        if self._stand_ins is None or now < self._look_at:
+            return
+        self._look_at = now + _STAND_INS_S
+        wanted = self._stand_ins()
+        if wanted is None:
+            return
+        try:
+            if wanted.machines != self._asked:
+                self._source.request(wanted.machines, Market.ON_DEMAND)
+                self._asked = wanted.machines
+        except PlatformError as error:
+            self._complain("source", f"{self._source.name}: {error}; it is asked again")
+        for node in wanted.emptied:
+            self._do(self._fleet.unwanted(node))
 
     def _do(self, actions: list[FleetAction] | list[StartAgent], late: bool = False) -> None:
         for action in actions:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import time
 import zlib
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from everstep.errors import ConfigError
 from everstep.ids import NodeId
-from everstep.model.capacity import CapacityNews, Market, Offer
+from everstep.model.capacity import CapacityNews, Grant, Market, Offer
 from everstep.platforms.traces import Trace, TraceError, TraceMarket, parse_trace, price_class, timeline_of
 
 TRACE_MAX_BYTES = 64 << 20
@@ -60,6 +61,9 @@ class TraceCapacity:
             trace, timeline_of(trace, speed, quiet_s), Offer(hardware, zone, Market.SPOT), lead_s
         )
         self._now, self._began = now, -1.0
+        self._hardware, self._zone = hardware, zone
+        self._staying: list[NodeId] = []
+        self._on_demand = 0
 
     def __repr__(self) -> str:
         return f"<{self._market!r} of {self.name}>"
@@ -72,16 +76,34 @@ class TraceCapacity:
     def offers(self) -> tuple[Offer, ...]:
         return self._market.offers()
 
-    def request(self, count: int) -> None:
-        self._market.request(count)
+    def request(self, count: int, market: Market = Market.SPOT) -> None:
+        """On-demand machines, which recordings do not have, are there at once, in any number."""
+        if market is Market.ON_DEMAND:
+            self._on_demand = count
+        else:
+            self._market.request(count)
 
     def release(self, node: NodeId) -> None:
-        self._market.release(node)
+        if node in self._staying:
+            self._staying.remove(node)
+        else:
+            self._market.release(node)
 
     def watch(self) -> tuple[CapacityNews, ...]:
         if self._began < 0:
             self._began = self._now()
-        return tuple(self._market.until(self._now() - self._began))
+        return (*self._grant_staying(), *self._market.until(self._now() - self._began))
+
+    def _grant_staying(self) -> list[CapacityNews]:
+        """Return the on-demand machines that are asked for and not held yet."""
+        news: list[CapacityNews] = []
+        while len(self._staying) < self._on_demand:
+            number = next(n for n in itertools.count(1) if f"on-demand-{n}" not in self._staying)
+            node = NodeId(f"on-demand-{number}")
+            self._staying.append(node)
+            recorded_s = self._market.timeline.recorded(self._now() - self._began)
+            news.append(Grant(node, Offer(self._hardware, self._zone, Market.ON_DEMAND), recorded_s))
+        return news
 
     def close(self) -> None:
         pass

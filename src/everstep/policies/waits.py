@@ -41,6 +41,17 @@ def machines_needed(spec: JobSpec) -> int:
     return max(1, math.ceil((least - spec.workers) / max(1, spec.capacity_workers)))
 
 
+def fallback_s(spec: JobSpec) -> float:
+    """Return after how long a wait for spot machines on-demand ones are asked for; 0.0: never."""
+    return parse_limit(spec.fallback, "fallback")
+
+
+def stand_ins_needed(spec: JobSpec, workers: int) -> int:
+    """Return how many on-demand machines bring so many ``workers``."""
+    needed = max(0, math.ceil(workers / max(1, spec.capacity_workers)))
+    return min(needed, spec.capacity_nodes) if spec.capacity_nodes else needed
+
+
 def lack_words(workers: int, least_workers: int, ps: int, least_ps: int) -> str:
     """Return of whom there are too few, for people; "": there are enough."""
     parts = []

@@ -7,6 +7,7 @@ from everstep.brain.concerns.chief import ChiefConcern
 from everstep.brain.concerns.concern import Concern, Handlers
 from everstep.brain.concerns.datasets import DatasetConcern
 from everstep.brain.concerns.ending import EndingConcern
+from everstep.brain.concerns.fallback import FallbackConcern
 from everstep.brain.concerns.group import GroupConcern
 from everstep.brain.concerns.group_ending import GroupEndingConcern
 from everstep.brain.concerns.group_reader import GroupReader
@@ -33,6 +34,7 @@ class Concerns:
         "chief",
         "datasets",
         "ending",
+        "fallback",
         "group_ending",
         "groups",
         "handlers",
@@ -74,6 +76,7 @@ class Concerns:
         self.plans = PlanConcern(state, self)
         self.ending = EndingConcern(state, self)
         self.supervisor = SupervisorConcern(state, self)
+        self.fallback = FallbackConcern(state, self)
         self.compose()
 
     def compose(self) -> None:

@@ -51,9 +51,16 @@ class PartitionReader:
 
     def ps_at_home(self) -> int:
         """Return how many ps the master's machine gets before others get any."""
-        offers = [n for n in self.members.nodes.values() if n.takes(Role.PS)]
-        machines = {self.members.machine_of(n.node) for n in offers if n.alive and not n.draining}
-        return at_home(self.code, len(machines))
+        nodes = self.members.nodes.values()
+        offers = [n for n in nodes if n.takes(Role.PS) and n.alive and not n.draining]
+        if self.ps_stay:
+            offers = [n for n in offers if n.stays] or offers
+        return at_home(self.code, len({self.members.machine_of(n.node) for n in offers}))
+
+    @property
+    def ps_stay(self) -> bool:
+        """Return whether ps belong on machines that stay."""
+        return "ps" in self.job.spec.reliable
 
     def lost_with_one_machine(self) -> tuple[str, int]:
         """Return, of all machines with ps but the master's, the one whose loss now would cost most partitions, and how

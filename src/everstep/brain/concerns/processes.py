@@ -6,6 +6,7 @@ from everstep.brain.concerns.concern import OK, Concern, Handlers, Inputs, Out
 from everstep.brain.events import DrainAsked, Event, Note, Refused, Reply, ScaleAsked, StartProcess, StopProcess
 from everstep.brain.members import Rooms, SlotRecord
 from everstep.ids import NodeId, Slot
+from everstep.model.capacity import Market
 from everstep.model.decision import Decision
 from everstep.model.failure import pause_s
 from everstep.model.member import Role
@@ -49,7 +50,8 @@ class ProcessConcern(Concern):
 
     def ps_rooms(self) -> Rooms:
         """Return what nodes can take of ps."""
-        return Rooms(self.members, Role.PS, self.concerns.placement.reader.ps_at_home())
+        reader = self.concerns.placement.reader
+        return Rooms(self.members, Role.PS, reader.ps_at_home(), reader.ps_stay)
 
     def start(
         self,
@@ -79,6 +81,9 @@ class ProcessConcern(Concern):
             if quiet:
                 words = f"{node} may be cut off: its agent has to be heard first"
             return [Note(str(record.member.key), Decision("waiting", words, {"slot": slot}))]
+        if role is Role.PS and not members.nodes[node].stays and self.concerns.placement.reader.ps_stay:
+            words = f"{why.reason}; on a spot machine, since none that stays has a place for it"
+            why = Decision(why.action, words, {**why.inputs, "market": Market.SPOT.value}, why.rejected)
         record = members.fill(role, slot, node, at)
         record.avoid = None
         if counted is not None:

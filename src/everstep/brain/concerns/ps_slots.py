@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from everstep.brain.concerns.concern import Concern, Inputs, Out
 from everstep.brain.events import Event, Note, StopProcess
 from everstep.brain.members import SlotRecord
 from everstep.ids import Slot
 from everstep.model.decision import Decision
-from everstep.model.member import MemberState, Role
-from everstep.policies.node_selection import HOME_NODE, choose_ps_node
+from everstep.model.member import Member, MemberState, Role
+from everstep.policies.node_selection import HOME_NODE
 from everstep.policies.restarts import may_restart
 
 
@@ -77,45 +79,62 @@ class PsSlotConcern(Concern):
             protection.leaving[:] = [other for other in protection.leaving if other != slot]
 
     def settle(self, event: Event, out: Out) -> Out:
-        """A node has places for ps, and another machine has two more of them: one ps at a time goes there. It gives all
-        that it has to others first, so the job must have one ps more than a stripe has units."""
+        """A node has places for ps, and another machine has two more of them, or one that may be taken back where ps
+        belong on machines that stay: one ps at a time goes there. It gives all that it has to others first, so the job
+        must have one ps more than a stripe has units."""
         protection, job = self.state.protection, self.job
         if not protection.uneven:
             return []
         reader = self.concerns.placement.reader
-        if job.over or not reader.code.m:
+        if job.over or not (reader.code.m or reader.ps_stay):
             protection.uneven = False
             return []
-        if not reader.at_rest():
+        starting = any(r.running and r.member.address is None for r in self.members.servers.values())
+        if starting or not reader.at_rest():
             return []
         servers = [m for m in reader.servers() if m.slot not in protection.leaving]
         used: dict[str, int] = {}
         for member in servers:
             machine = self.members.machine_of(member.node)
             used[machine] = used.get(machine, 0) + 1
-        rooms = self.members.rooms(Role.PS)
-        target = choose_ps_node(rooms, reader.ps_at_home())
-        most = max(used, key=lambda machine: (used[machine], machine), default="")
+        target = self.concerns.processes.ps_rooms().choose(None, None)
+        risky = self._on_spot(servers) if target is not None and self.members.nodes[target].stays else {}
+        if not risky and not reader.code.m:
+            protection.uneven = False
+            return []
+        most = max(risky or used, key=lambda machine: (used[machine], machine), default="")
         least = self.members.machine_of(target) if target is not None else most
         from_home = most == self.members.machine_of(HOME_NODE)
         stays = from_home and used.get(most, 0) <= reader.ps_at_home()
-        if target is None or stays or used.get(most, 0) - used.get(least, 0) < 2:
+        if target is None or ((stays or used.get(most, 0) - used.get(least, 0) < 2) and not risky):
             protection.uneven = False
             return []
         if event.at - self.members.nodes[target].since < job.spec.lost_after_s:
             return []  # it may go again at once
         member = max((m for m in servers if self.members.machine_of(m.node) == most), key=lambda m: m.slot)
         inputs: Inputs = {"from": member.node, "to": target}
-        if len(servers) <= reader.code.width:
+        if len(servers) <= (reader.code.width if reader.code.m else 1):
             protection.uneven = False
-            words = f"{target} has places for ps; none goes there, since {len(servers)} ps are what {reader.code} needs"
+            need = f"{reader.code} needs" if reader.code.m else "the job has"
+            words = f"{target} has places for ps; none goes there, since {len(servers)} ps are what {need}"
             why = Decision("stay", f"{words}; everstep scale --ps {len(servers) + 1} starts one there", inputs)
             return [Note("", why)]
-        words = f"{most} has {used[most]} ps and {least} {used.get(least, 0)}: it is emptied, and started on {target}"
+        words = f"{most} has {used[most]} ps and {least} {used.get(least, 0)}"
+        if risky:
+            words = f"{most} may be taken back, and {least} stays (reliable: ps)"
+        words += f": it is emptied, and started on {target}"
         protection.leaving[:] = sorted({*protection.leaving, member.slot})
         protection.refill[:] = sorted({*protection.refill, member.slot})
         out = [Note(str(member.key), Decision("spread", words, inputs))]
         return out + self.concerns.placement.settle_map(f"{member.key} goes to {target}")
+
+    def _on_spot(self, servers: list[Member]) -> dict[str, int]:
+        """Return machines that may be taken back, with how many of these ps, where ps belong on others."""
+        if not self.concerns.placement.reader.ps_stay:
+            return {}
+        nodes = self.members.nodes
+        spot = [m for m in servers if (node := nodes.get(m.node)) is not None and not node.stays]
+        return dict(Counter(self.members.machine_of(m.node) for m in spot))
 
     def scale(self, count: int, at: float) -> Out:
         """Scale: the highest slots give everything away and end; new ones get their share when they have joined."""

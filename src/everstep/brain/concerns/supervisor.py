@@ -95,6 +95,7 @@ class SupervisorConcern(Concern):
         job.anyway, job.gathered, job.nodes_due_at = False, False, 0.0
         supervision.suspending, supervision.begun, supervision.told, supervision.goes_on = "", False, "", True
         supervision.short_since = supervision.enough_since = 0.0
+        supervision.on_demand, supervision.stand_ins, supervision.spot_since = 0, [], 0.0
         self.checkpoints.go_on()
         for node in self.members.nodes.values():
             node.alive, node.draining, node.quiet_since = False, False, 0.0
@@ -126,6 +127,7 @@ class SupervisorConcern(Concern):
         kind = type(event.fact)
         if kind in _COUNTS_ANEW or (not supervision.begun and kind in (GroupAsked, ShardAsked)):
             more = self._look(event.at, kind is SupervisionDue) if not job.over else []
+            more += self.concerns.fallback.look(event)
         elif not job.over:
             return []
         else:
