@@ -90,7 +90,7 @@ class PsSlotConcern(Concern):
             protection.uneven = False
             return []
         starting = any(r.running and r.member.address is None for r in self.members.servers.values())
-        if starting or not reader.at_rest():
+        if (starting and reader.ps_stay) or not reader.at_rest():
             return []
         servers = [m for m in reader.servers() if m.slot not in protection.leaving]
         used: dict[str, int] = {}
