@@ -108,7 +108,7 @@ class Summed(msgspec.Struct, frozen=True, tag="summed"):
 
 
 class Part(msgspec.Struct, frozen=True, tag="part"):
-    """From a follower: what it has of the state, packed, in memory that comes along: the header, and the body behind
+    """Return what a follower has of the state, packed, in memory that comes along: the header, and the body behind
     it."""
 
     header_bytes: int
@@ -192,7 +192,7 @@ class Unit:
         return message, fds[0] if fds else None
 
     def hear_part(self, follower: int) -> tuple[Part, int]:
-        """Of the leader: a follower's part of the state."""
+        """Return, in the leader, a follower's part of the state."""
         message, fds = self._receive(follower)
         if not isinstance(message, Part) or len(fds) != 1:
             raise InternalError(f"process {follower} of this worker says {message!r} for its part of the state")

@@ -479,7 +479,7 @@ class Session:
 
     @property
     def _void(self) -> bool:
-        """Whether the line of our state has ended: all who had it for certain were lost."""
+        """Return whether the line of our state has ended: all who had it for certain were lost."""
         newest = self.machine.newest
         return newest is not None and newest.origin > self._line > 0
 

@@ -40,7 +40,7 @@ class StepBuilder:
         alone: bool,
         only: bool,
     ) -> None:
-        """``alone``: in one process, with the ps in it; ``only``: no other worker steps."""
+        """Takes ``alone``: in one process, with the ps in it; ``only``: no other worker steps."""
         self._driver, self._tables, self._gradients = driver, tables, gradients
         self._hand, self._pusher, self._clock = hand, pusher, tables.clock
         self._alone, self._sync = alone, driver.admission.sync

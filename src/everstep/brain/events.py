@@ -379,7 +379,7 @@ class StopAsked(Fact, frozen=True, tag="stop_asked"):
 
 
 class SuspendAsked(Fact, frozen=True, tag="suspend_asked"):
-    """From ``everstep suspend`` or the agent of the master's node: make the job's state safe, and end all of its
+    """Comes from ``everstep suspend`` or the agent of the master's node: make the job's state safe, and end all of its
     processes. Answer: Ok."""
 
     reason: str

@@ -286,7 +286,7 @@ class Members(msgspec.Struct, dict=True):
 
 
 class Rooms:
-    """Where processes of a role are started; places for ps are counted once for all that one event starts. What it
+    """Says where processes of a role are started; places for ps are counted once for all that one event starts. What it
     chooses is what ``policies.node_selection`` says."""
 
     def __init__(self, members: Members, role: Role, at_home: int = 0, staying: bool = False) -> None:

@@ -1,4 +1,5 @@
-"""What the supervisor knows: whether enough members are there, since when they are not, and what the job's state was.
+"""Holds what the supervisor knows: whether enough members are there, since when they are not, and what the job's state
+was.
 
 Theory. The state of the job follows from the phase and from who is there. It is kept beside them only to say since when
 and why. The clock of a wait begins when members become too few, and ends when they have been enough for the job's
@@ -19,7 +20,7 @@ CHANGES_KEPT = 64  # of the state of the job, for displays
 
 
 class JobStage(StrEnum):
-    """State of the job as a whole."""
+    """Is the state of the job as a whole."""
 
     PENDING = "pending"  # it has not trained since it began or was unsuspended
     WAITING = "waiting"  # it has trained, and too few members are there
@@ -76,12 +77,12 @@ class Supervision(msgspec.Struct, kw_only=True):
 
     @property
     def why(self) -> str:
-        """Why the job is in its state."""
+        """Return why the job is in its state."""
         return self.changes[-1].why if self.changes else ""
 
     @property
     def since(self) -> float:
-        """Since when it is; 0.0 before the first fact."""
+        """Return since when it is; 0.0 before the first fact."""
         return self.changes[-1].at if self.changes else 0.0
 
     def seconds(self, at: float) -> dict[str, float]:

@@ -22,7 +22,7 @@ RUN_DIR = click.argument("run_dir", type=click.Path(path_type=Path))
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(everstep.__version__, prog_name="everstep", message="%(prog)s %(version)s")
 def cli() -> None:
-    """Training that never loses a step."""
+    """Run training that never loses a step."""
 
 
 @cli.command(context_settings={"allow_interspersed_args": False})
@@ -536,7 +536,7 @@ def agent(
 
 @cli.group()
 def crd() -> None:
-    """The kinds ElasticJob, ScaleOut and ScaleIn of Kubernetes."""
+    """Work with the kinds ElasticJob, ScaleOut and ScaleIn of Kubernetes."""
 
 
 @crd.command("print")

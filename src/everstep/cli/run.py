@@ -259,7 +259,7 @@ def _nothing() -> None:
 
 
 class _Run:
-    """The agent and the display of the present term of a job, for those who outlive it."""
+    """Holds the agent and the display of the present term of a job, for those who outlive it."""
 
     def __init__(self, spec: JobSpec, run_dir: Path, live: bool) -> None:
         self._spec, self._run_dir, self._live = spec, run_dir, live

@@ -263,7 +263,7 @@ class PlanView(msgspec.Struct, frozen=True):
 
 
 class StageView(msgspec.Struct, frozen=True):
-    """Shows that the job came into a state.
+    """Is a state that the job came into.
 
     - ``at``: when [seconds since 1970]
     - ``state``: into which [one of pending, waiting, running, suspended, done, failed, stopped]

@@ -291,7 +291,7 @@ def group_view(brain: Brain, steps_per_s: float) -> GroupView | None:
 
 
 def supervision_view(brain: Brain, at: float) -> SupervisionView | None:
-    """None: before the first fact."""
+    """Return None before the first fact."""
     supervision = brain.state.supervision
     if not supervision.changes:
         return None

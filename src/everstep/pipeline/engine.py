@@ -24,7 +24,7 @@ class PipelineEngine(GroupEngine):
 
     @property
     def spread(self) -> int:
-        """All processes of a worker see the same samples."""
+        """Return 1: all processes of a worker see the same samples."""
         return 1
 
     def _make_reducer(self, params: list[nn.Parameter], names: list[str]) -> Reducer:

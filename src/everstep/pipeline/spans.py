@@ -24,7 +24,7 @@ class SpanRecorder:
         self.spans: list[StageSpan] = []
 
     def begin(self) -> None:
-        """A new iteration."""
+        """Begin a new iteration."""
         self.spans = []
         self.began_s = self._clock()
 

@@ -50,7 +50,7 @@ class StageReducer(UnitReducer):
         self._passing = True
 
     def stop_passes(self) -> None:
-        """``model.step`` raised."""
+        """Note that ``model.step`` raised."""
         self._passing = False
 
     def end_passes(self) -> None:

@@ -66,7 +66,7 @@ class TimedStage(pipelining.PipelineStage):
 
 @contextmanager
 def own_stream(parts: Sequence[PartModule], draw: int) -> Iterator[None]:
-    """In here modules draw as ``PartModule`` says; behind it torch's stream is where it was."""
+    """Let modules draw as ``PartModule`` says; behind it torch's stream is where it was."""
     state = torch.default_generator.get_state()
     for part in parts:
         part.draw = draw

@@ -58,12 +58,12 @@ class StagesState(UnitState):
         return self._gathered(ReadOut("snapshot"), self.mark, self.loop, into)
 
     def digest(self) -> int:
-        """Of the whole model. Of the leader at any boundary; followers are asked."""
+        """Return it for the whole model. Of the leader at any boundary; followers are asked."""
         packed = self._gathered(ReadOut("digest"), Mark(), 0, None)
         return digest_of(packed) if self.unit.leads else 0
 
     def quick_digest(self) -> int:
-        """Of the worker, in the leader; of the own stage, in a follower."""
+        """Return it for the worker, in the leader; of the own stage, in a follower."""
         return super().quick_digest() if self.unit.leads else ReplicaState.quick_digest(self)
 
     def parameter_digests(self) -> dict[str, int]:

@@ -78,7 +78,7 @@ class FleetRunner:
         self._teller.start()
 
     def pause(self) -> None:
-        """The job ends, perhaps not for good: wait for agents, which end with it, and give every machine back."""
+        """End, perhaps not for good: wait for agents, which end with it, and give every machine back."""
         self._over.set()
         self._facts.put(None)
         if self._thread is not threading.current_thread():
@@ -102,7 +102,7 @@ class FleetRunner:
 
     @property
     def every_s(self) -> float:
-        """How often the source wants to be asked."""
+        """Return how often the source wants to be asked."""
         return self._source.every_s
 
     def _run(self) -> None:

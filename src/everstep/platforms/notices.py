@@ -176,7 +176,7 @@ def time_of(text: str) -> float:
 
 
 class FileSource:
-    """Looks at a file whose being there says that the node goes; it may have a time (ISO 8601, or seconds from when it
+    """Watches a file whose being there says that the node goes; it may have a time (ISO 8601, or seconds from when it
     was written)."""
 
     every_s = 1.0

@@ -17,7 +17,7 @@ from everstep.units import seconds
 
 
 class AfterWait(StrEnum):
-    """What a job does that has waited for ``max_wait`` (``on_wait_timeout``)."""
+    """Says what a job does that has waited for ``max_wait`` (``on_wait_timeout``)."""
 
     SUSPEND = "suspend"
     FAIL = "fail"
@@ -73,8 +73,8 @@ def refuse_count(spec: JobSpec, role: str, count: int) -> str:
 
 
 class Steadiness(msgspec.Struct):
-    """Whether capacity for a suspended job is back. ``need``: machines. ``stable_s``: for so long there must have been
-    so many, without a break. ``since``: since when there are, -1.0: there are not."""
+    """Return whether capacity for a suspended job is back. ``need``: machines. ``stable_s``: for so long there must
+    have been so many, without a break. ``since``: since when there are, -1.0: there are not."""
 
     need: int
     stable_s: float

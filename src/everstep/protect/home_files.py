@@ -241,7 +241,7 @@ class HomeLink:
 
 
 class HomePlace(StoragePlace):
-    """A place of the first node, as processes of other nodes reach it."""
+    """Is a place of the first node, as processes of other nodes reach it."""
 
     def __init__(self, link: HomeLink, name: str) -> None:
         self._link, self._name = link, name

@@ -206,7 +206,7 @@ class AckedAtOnce(MirrorPs):
 
 
 class RepeatAckedAtOnce(MirrorPs):
-    """Waits for no mirrors of a push that was applied before."""
+    """Does not wait for mirrors of a push that was applied before."""
 
     def confirmed(self, push: _Waiting) -> bool | None:
         return True if isinstance(push.answer, Pushed) and not push.answer.applied else super().confirmed(push)

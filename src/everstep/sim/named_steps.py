@@ -11,7 +11,7 @@ Who = tuple[Slot, Incarnation]
 
 
 class NamedSteps:
-    """Records which parts a master has ever named, and at which step each batch was begun."""
+    """Keeps which parts a master has ever named, and at which step each batch was begun."""
 
     def __init__(self) -> None:
         self.named: set[tuple[int, Who]] = set()

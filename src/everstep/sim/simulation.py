@@ -288,7 +288,7 @@ class Simulation:
                 )
 
     def may_lose_all(self, lost: list[MirrorPs]) -> bool:
-        """Whether every partition can still be had without these ps; if so, their loss is noted."""
+        """Return whether every partition can still be had without these ps; if so, their loss is noted."""
         brain = self.master.brain
         placement = brain.placement
         if not self.master.alive or placement is None or brain.job.over or self.master.outdated():

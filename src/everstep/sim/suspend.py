@@ -1,4 +1,4 @@
-"""Jobs that are suspended and go on, by hand and by themselves, under virtual time.
+"""Runs jobs that are suspended and go on, by hand and by themselves, under virtual time.
 
 A suspended job has no processes: its journal and its checkpoints are all that is left. Then a new master of the same
 journal goes on with it. Nodes come and go meanwhile, also every second, so that jobs with ``max_wait`` suspend
@@ -29,8 +29,8 @@ DRIVES_S = 60.0  # after the last fault a job with enough members must not be su
 
 
 class SuspendSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a job that may be suspended has besides. ``suspensions``: when it is asked to, and after how many seconds it
-    goes on. ``flaps``: when a second node is killed, and after how many seconds it is back."""
+    """Says what a job that may be suspended has besides. ``suspensions``: when it is asked to, and after how many
+    seconds it goes on. ``flaps``: when a second node is killed, and after how many seconds it is back."""
 
     min_workers: int = 1
     max_wait: str = "off"
@@ -64,7 +64,7 @@ def supervised(spec: JobSpec, settings: SuspendSettings, checkpoint_s: float) ->
 
 
 def suspend_scenario(seed: int) -> SuspendScenario | SuspendGroupScenario:
-    """The scenario of ``seed``; every third one is of mode allreduce."""
+    """Return the scenario of ``seed``; every third one is of mode allreduce."""
     rng = random.Random(f"suspend {seed}")
     group = seed % 3 == 2
     base = group_scenario(seed) if group else storm_scenario(seed)
@@ -98,7 +98,7 @@ def suspend_scenario(seed: int) -> SuspendScenario | SuspendGroupScenario:
 
 
 class SuspendedJobs(Simulation):
-    """What both ways of training share. ``suspended``: so often it was, so far."""
+    """Has what both ways of training share. ``suspended``: so often it was, so far."""
 
     settings: SuspendSettings
     suspended = 0
@@ -145,7 +145,7 @@ class SuspendedJobs(Simulation):
         self.kernel.after(self.back_s, self.unsuspend)
 
     def end_all(self) -> None:
-        """Every process of the job ends; its journal and its checkpoints stay."""
+        """End every process of the job; its journal and its checkpoints stay."""
         for process in (*self.agents.values(), *self.processes):
             process.alive = False
             if process.conn is not None:
@@ -195,7 +195,7 @@ class SuspendedJobs(Simulation):
 
 
 class SuspendPsSimulation(SuspendedJobs):
-    """Mode ps."""
+    """Runs mode ps."""
 
     def __init__(
         self, seed: int, scenario: SuspendScenario, parts: Parts = Parts(), trace: bool = False, validate: bool = True
@@ -205,7 +205,7 @@ class SuspendPsSimulation(SuspendedJobs):
 
 
 class SuspendGroupSimulation(SuspendedJobs, GroupSimulation):
-    """Mode allreduce."""
+    """Runs mode allreduce."""
 
     def __init__(self, seed: int, scenario: SuspendGroupScenario, *args: Any) -> None:
         GroupSimulation.__init__(self, seed, scenario, *args)
@@ -224,7 +224,7 @@ def simulate_suspend(
     trace: list[str] | None = None,
     validate: bool = True,
 ) -> SimOutcome:
-    """One whole run, as ``sim.simulation.simulate``."""
+    """Run one whole job, as ``sim.simulation.simulate``."""
     scenario = scenario or suspend_scenario(seed)
     sim: SuspendedJobs
     if isinstance(scenario, SuspendGroupScenario):

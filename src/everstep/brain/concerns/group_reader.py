@@ -126,7 +126,8 @@ class GroupReader:
         return back is not None and not any(self.living(slot, life) is not None for slot, life in back.ahead)
 
     def returned(self, m: GroupMember) -> Returned | None:
-        """What is noted of a member that came back from its way out, until a generation since then is confirmed."""
+        """Return what is noted of a member that came back from its way out, until a generation since then is
+        confirmed."""
         for back in self.group_state.returned:
             if (back.slot, back.incarnation) == (
                 m.slot,

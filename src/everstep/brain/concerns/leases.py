@@ -209,7 +209,7 @@ class LeaseConcern(Concern):
             self.shards.carried.add(key)
 
     def _too_few(self) -> bool:
-        """Whether nobody trains until more workers are there."""
+        """Return whether nobody trains until more workers are there."""
         return bool(self.state.supervision.lack) and least_workers(self.job, self.members) > 1
 
     def _wait(self) -> Reply:

@@ -1,4 +1,4 @@
-"""The supervisor: whether enough members are there, how long the job waits for them, and what it does then."""
+"""Watches whether enough members are there, how long the job waits for them, and what it does then."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ class SupervisorConcern(Concern):
         return lack_words(workers, least, ps, least_ps)
 
     def _count_workers(self, least: int) -> int:
-        """Workers that are there, or whose scripts have ended; no more than are needed are counted."""
+        """Return how many workers are there, or whose scripts have ended; no more than are needed are counted."""
         there = 0
         for record in self.members.workers.values():
             if there >= least:

@@ -145,7 +145,7 @@ class Training(Concern):
         raise NotImplementedError
 
     def lost_if_ended(self) -> bool:
-        """Whether something was trained that no checkpoint has."""
+        """Return whether something was trained that no checkpoint has."""
         raise NotImplementedError
 
     def lost_the_end(self) -> bool:

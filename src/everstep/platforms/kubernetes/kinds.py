@@ -1,4 +1,4 @@
-"""Names that everything about Kubernetes shares: the API group, kinds, labels, roles, states."""
+"""Has names that everything about Kubernetes shares: the API group, kinds, labels, roles, states."""
 
 from __future__ import annotations
 

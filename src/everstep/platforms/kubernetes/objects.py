@@ -225,7 +225,7 @@ def _tolerations() -> list[Object]:
 
 
 def _secure(spec: Object) -> None:
-    """What the restricted level of pod security demands, where the template does not say otherwise."""
+    """Return what the restricted level of pod security demands, where the template does not say otherwise."""
     context = spec.setdefault("securityContext", {})
     context.setdefault("runAsNonRoot", True)
     context.setdefault("runAsUser", 1000)

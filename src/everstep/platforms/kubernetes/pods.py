@@ -136,7 +136,7 @@ def node_ready(node: Object | None) -> bool:
 
 
 class PodNotice(NamedTuple):
-    """Word that a pod goes away."""
+    """Brings word that a pod goes away."""
 
     source: Source
     what: str

@@ -65,7 +65,7 @@ def reconcile(seen: Seen) -> JobPlan:
 
 
 class _Look:
-    """One look at a job: what is there, and what is to be done."""
+    """Takes one look at a job: what is there, and what is to be done."""
 
     def __init__(self, seen: Seen) -> None:
         self._seen, self._job = seen, seen.job
@@ -106,7 +106,7 @@ class _Look:
     # ------------------------------------------------------------ the end
 
     def _judge_endings(self) -> None:
-        """What the master's pods that have ended say about the job."""
+        """Return what the master's pods that have ended say about the job."""
         status, seen = self._status, self._seen
         masters = [pod for pod in self._pods if pod.place is Place.MASTER]
         if any(pod.state is PodState.SUCCEEDED for pod in masters):
@@ -238,7 +238,7 @@ class _Look:
         self._doomed.add(pod.name)
 
     def _free_stuck(self) -> None:
-        """Pods on a dead node stay for ever unless they are deleted by force. They are fenced."""
+        """Delete pods on a dead node by force: else they stay for ever. They are fenced."""
         for pod in self._pods:
             if stuck(pod, self._seen.nodes or {}, self._seen.now_s):
                 self._delete(pod, 0)
