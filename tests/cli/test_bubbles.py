@@ -34,6 +34,8 @@ def iteration(stage: int, step: int) -> StageIteration:
             StageSpan(SpanKind.BACKWARD, 0.004 - 2 * at, 0.006 - 2 * at, stage, 0),
             StageSpan(SpanKind.REDUCE, 0.006, 0.007),
         ),
+        state_bytes=1_000_000 if stage else 100_000_000,
+        copy_bytes_per_s=1e9,
     )
 
 
@@ -50,7 +52,9 @@ def run_dir(tmp_path: Path) -> Path:
 def test_words(run_dir: Path) -> None:
     said = show_bubbles(run_dir, None)
     assert "worker:0, generation 3: 2 stages, Schedule1F1B, 1 microbatches of 8 samples, 4 iterations" in said
-    rows = [line.split() for line in said.splitlines()[2:4]]
+    rows = [line.split() for line in (said.splitlines()[2], said.splitlines()[4])]
+    assert "(100.0 MB, at 1.0 GB/s) would have 2 % in idle spans and stall" in said
+    assert "(1.0 MB, at 1.0 GB/s) would fit the idle spans of each iteration" in said
     assert [row[:5] for row in rows] == [["0", "3.0", "ms", "3.0", "ms"], ["1", "3.0", "ms", "3.0", "ms"]]
     assert all("50.0" in row and row.count("%") >= 2 for row in rows)
     assert "6.0 ms from the first forward to the last backward, then 1.0 ms to reduce" in said

@@ -4,58 +4,34 @@ from __future__ import annotations
 
 import pytest
 
-from everstep.model.stage_spans import SpanKind, StageIteration, StageSpan
+from everstep.model.stage_spans import StageIteration, StageSpan
+from everstep.policies.ideal_pipeline import IdealSchedule, ideal_spans, timeline
 from everstep.policies.idle_spans import SpanSampler, expected_share, gaps, iterations, measure, typical, window
 
 FORWARD_S, BACKWARD_S = 1.0, 2.0
-Order = list[tuple[SpanKind, int]]
+gpipe, one_f_one_b = IdealSchedule.GPIPE, IdealSchedule.ONE_F_ONE_B
 
 
-def gpipe(stage: int, stages: int, m: int) -> Order:
-    return [(SpanKind.FORWARD, k) for k in range(m)] + [(SpanKind.BACKWARD, k) for k in range(m)]
-
-
-def one_f_one_b(stage: int, stages: int, m: int) -> Order:
-    ahead = min(m, stages - stage)
-    order: Order = [(SpanKind.FORWARD, k) for k in range(ahead)]
-    for k in range(m):
-        order.append((SpanKind.BACKWARD, k))
-        if ahead + k < m:
-            order.append((SpanKind.FORWARD, ahead + k))
-    return order
-
-
-def ideal(order: object, stages: int, m: int, **facts: object) -> list[StageIteration]:
+def ideal(schedule: IdealSchedule, stages: int, m: int, **facts: object) -> list[StageIteration]:
     """An iteration in which nothing costs time but forward (1 s) and backward (2 s)."""
-    todo = [list(order(stage, stages, m)) for stage in range(stages)]  # type: ignore[operator]
-    ends: dict[tuple[SpanKind, int, int], float] = {}
-    free, spans = [0.0] * stages, [[] for _ in range(stages)]  # type: ignore[var-annotated]
-    while any(todo):
-        for stage, left in enumerate(todo):
-            while left:
-                kind, chunk = left[0]
-                forward = kind is SpanKind.FORWARD
-                before = stage - 1 if forward else stage + 1
-                needs = (kind, before, chunk) if 0 <= before < stages else (SpanKind.FORWARD, stage, chunk)
-                if (not forward or stage) and needs not in ends:
-                    break
-                begin = max(free[stage], ends.get(needs, 0.0) if not forward or stage else 0.0)
-                free[stage] = ends[kind, stage, chunk] = begin + (FORWARD_S if forward else BACKWARD_S)
-                spans[stage].append(StageSpan(kind, begin, free[stage], stage, chunk))
-                left.pop(0)
     given = {"step": 7, "generation": 1, "samples": 32, "seen": 5, "began_s": 100.0, "worker": 0, **facts}
-    name = "ScheduleGPipe" if order is gpipe else "Schedule1F1B"
     return [
         StageIteration(
-            stage=stage, stages=stages, parts=stages, microbatches=m, schedule=name, spans=tuple(spans[stage]), **given
-        )  # type: ignore[arg-type]
-        for stage in range(stages)
+            stage=stage,
+            stages=stages,
+            parts=stages,
+            microbatches=m,
+            schedule=schedule.value,
+            spans=tuple(StageSpan(kind, begin, end, stage, chunk) for kind, chunk, begin, end in line),
+            **given,  # type: ignore[arg-type]
+        )
+        for stage, line in enumerate(timeline(schedule, stages, m, FORWARD_S, BACKWARD_S))
     ]
 
 
-@pytest.mark.parametrize("order", [gpipe, one_f_one_b])
+@pytest.mark.parametrize("order", IdealSchedule)
 @pytest.mark.parametrize(("stages", "m"), [(2, 4), (2, 8), (4, 8), (4, 16), (3, 3)])
-def test_an_ideal_pipeline_is_idle_as_the_formula_says(order: object, stages: int, m: int) -> None:
+def test_an_ideal_pipeline_is_idle_as_the_formula_says(order: IdealSchedule, stages: int, m: int) -> None:
     (found,) = measure(ideal(order, stages, m))
     assert found.expected == pytest.approx((stages - 1) / (m + stages - 1))
     for stage in found.stages:
@@ -63,6 +39,7 @@ def test_an_ideal_pipeline_is_idle_as_the_formula_says(order: object, stages: in
         assert stage.idle_s == pytest.approx((stages - 1) * (FORWARD_S + BACKWARD_S))  # whatever m is
         assert sum(span.length_s for span in stage.spans) == pytest.approx(stage.idle_s)
     assert found.window_s == pytest.approx((m + stages - 1) * (FORWARD_S + BACKWARD_S))
+    assert [list(stage.spans) for stage in found.stages] == ideal_spans(order, stages, m, FORWARD_S, BACKWARD_S)
 
 
 def test_where_the_last_stage_waits() -> None:

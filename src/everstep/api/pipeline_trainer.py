@@ -23,7 +23,7 @@ from everstep.pipeline.engine import PipelineEngine
 from everstep.pipeline.known_schedules import check_schedule, homes, kind_of, parts_wanted
 from everstep.pipeline.links import add_up, tell_numbers
 from everstep.pipeline.parts import cut
-from everstep.pipeline.spans import SpanRecorder
+from everstep.pipeline.spans import SpanRecorder, copy_rate
 from everstep.pipeline.staged_model import StagedModel, parts_of
 from everstep.pipeline.stages import StageRunner, WholeRunner
 from everstep.pipeline.stages_state import StagesState, WholeModel, digest_of
@@ -84,7 +84,7 @@ class PipelineTrainer(GroupTrainer):
         made = StagedModel(parts, runner, microbatches, loss_fn, self.engine)
         if stages > 1:
             log = self._log = SpanLog(self._runtime.run_dir, self._runtime.slot, unit.index)
-            sampler, count = SpanSampler(), len(parts.children)
+            sampler, count, rate = SpanSampler(), len(parts.children), copy_rate()
 
             def keep(recorder: SpanRecorder, samples: int) -> None:
                 seen = sampler.take(self.engine.generation, samples)
@@ -103,11 +103,21 @@ class PipelineTrainer(GroupTrainer):
                     seen=seen,
                     began_s=recorder.began_s,
                     spans=tuple(recorder.spans),
+                    state_bytes=self._state_bytes(),
+                    copy_bytes_per_s=rate,
                 )
                 log.write(iteration)
 
             made.on_batch = keep
         return made
+
+    def _state_bytes(self) -> int:
+        """Return the bytes of this stage: parameters, buffers, and what optimizers keep."""
+        model = self.models[0]
+        tensors = [*model.parameters(), *model.buffers()]
+        kept = [value for opt in self.engine.inner for state in opt.state.values() for value in state.values()]
+        tensors += [value for value in kept if isinstance(value, torch.Tensor)]
+        return sum(value.numel() * value.element_size() for value in tensors)
 
     def _connect(self) -> None:
         super().mesh()

@@ -12,7 +12,8 @@ from everstep.cli.bubbles_picture import draw
 from everstep.errors import ConfigError
 from everstep.model.stage_spans import StageIteration
 from everstep.monitor.span_log import read_spans
-from everstep.policies.idle_spans import PipelineIdle, iterations, measure, typical
+from everstep.policies.bubble_schedule import SnapshotFit, StageFit, stage_fit
+from everstep.policies.idle_spans import PipelineIdle, StageIdle, iterations, measure, typical
 
 _SHOWN = 4  # pipelines, the newest
 
@@ -51,11 +52,23 @@ def described(idle: PipelineIdle) -> list[str]:
             f"  {stage.stage:>5} {1e3 * stage.compute_s:>8.1f} ms {1e3 * stage.idle_s:>8.1f} ms {share:>26} "
             f"{formula:>9}  {spans}{more}"
         )
+        if (fit := stage_fit(stage, idle.window_s)) is not None:
+            lines.append(f"        {_fits(stage, fit)}")
     lines.append(
         f"  an iteration: {1e3 * idle.window_s:.1f} ms from the first forward to the last backward, then "
         f"{1e3 * idle.reduce_s:.1f} ms to reduce and vote (medians); where: begin + length of idle spans, in ms"
     )
     return lines
+
+
+def _fits(stage: StageIdle, fit: StageFit) -> str:
+    size = f"a copy of its state ({stage.state_bytes / 1e6:.1f} MB, at {stage.copy_bytes_per_s / 1e9:.1f} GB/s)"
+    if fit.plan.fit is SnapshotFit.WHOLE:
+        return f"{size} would fit the idle spans of each iteration"
+    return (
+        f"{size} would have {100 * fit.inside_bytes / stage.state_bytes:.0f} % in idle spans and stall "
+        f"{1e3 * fit.plan.stall_s:.1f} ms: once in {fit.interval} iterations costs at most 1 %"
+    )
 
 
 def _written(out: Path, newest: PipelineIdle, records: Sequence[StageIteration]) -> str:

@@ -51,3 +51,5 @@ class StageIteration(msgspec.Struct, frozen=True, kw_only=True):
     seen: int
     began_s: float
     spans: tuple[StageSpan, ...]
+    state_bytes: int = 0  # parameters, buffers and what optimizers keep of the stage
+    copy_bytes_per_s: float = 0.0  # at which this process copies in memory, as measured at its begin; 0: not known

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
+import torch
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from everstep.model.stage_spans import SpanKind, StageSpan
@@ -40,6 +41,17 @@ class SpanRecorder:
             yield
         finally:
             self.spans.append(StageSpan(kind, begin_s, self.now_s, part, chunk))
+
+
+def copy_rate(size_bytes: int = 16 << 20, times: int = 3) -> float:
+    """Return the bytes per second at which this process copies memory: the best of a few."""
+    source, target = torch.ones(size_bytes, dtype=torch.uint8), torch.empty(size_bytes, dtype=torch.uint8)
+    best_s = float("inf")
+    for _ in range(times):
+        begin_s = time.monotonic()
+        target.copy_(source)
+        best_s = min(best_s, time.monotonic() - begin_s)
+    return size_bytes / max(best_s, 1e-9)
 
 
 _recording = threading.local()

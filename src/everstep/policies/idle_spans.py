@@ -23,13 +23,16 @@ class IdleSpan(NamedTuple):
 
 
 class StageIdle(NamedTuple):
-    """Says how idle a stage is: medians over iterations. ``shares``: the 10th, 50th and 90th percentile."""
+    """Says how idle a stage is: medians over iterations. ``shares``: the 10th, 50th and 90th percentile.
+    ``state_bytes``, ``copy_bytes_per_s``: as the stage said last."""
 
     stage: int
     compute_s: float
     idle_s: float
     shares: tuple[float, float, float]
     spans: tuple[IdleSpan, ...]
+    state_bytes: int = 0
+    copy_bytes_per_s: float = 0.0
 
 
 class PipelineIdle(NamedTuple):
@@ -139,7 +142,9 @@ def _stage(records: Sequence[StageIteration], windows: Sequence[tuple[float, flo
     total = [end - begin for begin, end in windows]
     shares = sorted(i / t if t > 0 else 0.0 for i, t in zip(idle, total, strict=True))
     compute_s = median(t - i for i, t in zip(idle, total, strict=True))
-    return StageIdle(records[0].stage, compute_s, median(idle), _percentiles(shares), tuple(spans))
+    last = records[-1]
+    facts = last.state_bytes, last.copy_bytes_per_s
+    return StageIdle(last.stage, compute_s, median(idle), _percentiles(shares), tuple(spans), *facts)
 
 
 def _percentiles(values: Sequence[float]) -> tuple[float, float, float]:
