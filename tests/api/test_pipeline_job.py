@@ -208,6 +208,10 @@ def test_settings_that_do_not_go_with_stages(settings: dict[str, Any], words: st
     assert words in str(refused.value)
 
 
+def test_stages_are_on_the_cpu(make: Make) -> None:
+    assert make().device == torch.device("cpu")
+
+
 def test_a_worker_of_the_mode_has_a_process_for_each_stage() -> None:
     spec, _ = load_spec(None, {"mode": "pipeline", "stages": 3}, {})
     assert (spec.worker_processes, spec.ps, spec.grouped) == (3, 0, True)

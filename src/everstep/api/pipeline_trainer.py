@@ -54,6 +54,10 @@ class PipelineTrainer(GroupTrainer):
     def _lead(self, session: Session) -> LeaderSession:
         return LeaderSession(session, self._unit, spread=1)
 
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
     # ------------------------------------------------------------ the model
 
     def pipeline(
