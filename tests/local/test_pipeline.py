@@ -47,7 +47,7 @@ life = int(os.environ.get("EVERSTEP_INCARNATION", 1))
 deaths = eval(open("deaths").read())
 
 def die(where):
-    """At a step, or the first one behind it that this worker is in."""
+    # at a step, or the first one behind it that this worker is in
     for step, slot, place, lives in deaths:
         if job.step >= step and (slot, place, lives) == (job.slot, where, life):
             os.kill(os.getpid(), deaths[step, slot, place, lives])
