@@ -132,6 +132,14 @@ def test_a_piece_of_shakespeare_alone(tmp_path: Path) -> None:
     assert found and float(found[1]) < 3.3 and 2.4 < float(found[2]) < 2.5
 
 
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_piece_of_shakespeare_in_stages_alone(tmp_path: Path) -> None:
+    args = ("--rows", "640", "--length", "32", "--width", "32", "--layers", "1", "--lr", "0.01")
+    found = re.search(r"test loss ([\d.]+) .*?([\d.]+) \(last", output("06_gpt_pipeline.py", tmp_path, *args))
+    assert found and float(found[1]) < 3.3 and 2.4 < float(found[2]) < 2.5
+
+
 @pytest.mark.processes
 def test_mistakes_end_in_one_line(tmp_path: Path) -> None:
     for args, words in [
