@@ -412,6 +412,7 @@ class GroupWorker(Child):
         self.synced = 0
         self.waits_since = self.broke_at = self.stalled_at = self.connecting_since = 0.0
         self.asked_at = self.telling = self.untold_since = 0.0
+        self.connecting = 0  # the group that ``connecting_since`` is about
         self.log: list[Committed] = sim.logs.setdefault((slot, incarnation), [])
         self.follows = 0
         self.save = self.writing = self.copies = self.settled = 0  # checkpoints: ordered, being written; steps
@@ -545,6 +546,8 @@ class GroupWorker(Child):
     def connect_to(self, group: Group, attempt: int) -> None:
         ring = self.gsim.ring(group, attempt)
         if self.machine.idle:
+            if group.generation != self.connecting:  # each group has connections of its own, and waits of its own
+                self.connecting, self.connecting_since = group.generation, 0.0
             self.connecting_since = self.connecting_since or self.kernel.now
         if group.size == 1:
             ring.there[0] = self
