@@ -88,6 +88,7 @@ OLD_NAMES = {
 """Whole names of before; their words are plain English elsewhere."""
 
 STILL = {
+    "image": (r"cli/(main|cluster_job)\.py", r"platforms/kubernetes/.*"),  # of a container
     "bucket": (
         r"allreduce/(gradient_buckets|reducer|unit_reducer|logical|sharded)\.py",  # they are called so everywhere
         r"pipeline/stage_reducer\.py",

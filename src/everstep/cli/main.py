@@ -125,6 +125,11 @@ def status(run_dir: Path, as_json: bool) -> None:
     """Show members, shards and throughput of a run."""
     from everstep.cli.status import show_status
 
+    if str(run_dir).startswith("k8s:"):
+        from everstep.cli import cluster_job
+
+        cluster_job.status(run_dir, as_json)
+        return
     show_status(run_dir, as_json)
 
 
@@ -134,6 +139,11 @@ def suspend(run_dir: Path) -> None:
     """Make a job's state safe and end all of its processes; everstep unsuspend goes on in the same run."""
     from everstep.cli.suspend import suspend as suspend_job
 
+    if str(run_dir).startswith("k8s:"):
+        from everstep.cli import cluster_job
+
+        cluster_job.suspend(run_dir, True)
+        return
     suspend_job(run_dir)
 
 
@@ -144,6 +154,11 @@ def unsuspend(run_dir: Path, no_display: bool) -> None:
     """Have a suspended job go on, here, in the same run directory (everstep resume begins a new run)."""
     from everstep.cli.suspend import unsuspend as unsuspend_job
 
+    if str(run_dir).startswith("k8s:"):
+        from everstep.cli import cluster_job
+
+        cluster_job.suspend(run_dir, False)
+        return
     raise SystemExit(unsuspend_job(run_dir, live=not no_display))
 
 
@@ -155,6 +170,11 @@ def top(run_dir: Path, once: bool, as_json: bool) -> None:
     """Show who is slow, how much and why: a live table of workers and ps, slowest first."""
     from everstep.cli.top import top as show_top
 
+    if str(run_dir).startswith("k8s:"):
+        from everstep.cli import cluster_job
+
+        cluster_job.status(run_dir, as_json)
+        return
     show_top(run_dir, once, as_json)
 
 
@@ -197,6 +217,11 @@ def logs(run_dir: Path, member: str | None, follow: bool) -> None:
     """Show the logs of a run, or of one MEMBER (worker:0, ps:1, master, agent)."""
     from everstep.cli.logs import show_logs
 
+    if str(run_dir).startswith("k8s:"):
+        from everstep.cli import cluster_job
+
+        cluster_job.logs(run_dir, member or "")
+        return
     show_logs(run_dir, member, follow)
 
 
@@ -208,6 +233,11 @@ def scale(run_dir: Path, workers: int | None, ps: int | None) -> None:
     """Change the number of workers and parameter servers of a running job; nobody else is restarted."""
     from everstep.cli.scale import scale as scale_job
 
+    if str(run_dir).startswith("k8s:"):
+        from everstep.cli import cluster_job
+
+        cluster_job.scale(run_dir, workers, ps)
+        return
     scale_job(run_dir, workers, ps)
 
 
@@ -315,6 +345,11 @@ def explain(run_dir: Path, member: str | None, event: int | None) -> None:
     from everstep.cli.explain import chain
     from everstep.cli.explain import explain as explain_run
 
+    if str(run_dir).startswith("k8s:"):
+        from everstep.cli import cluster_job
+
+        cluster_job.explain(run_dir)
+        return
     need_run_dir(run_dir)
     if member and event is not None:
         raise UserError(f"{member} and --event {event}: give one of them")
@@ -532,6 +567,50 @@ def agent(
 
     of = hardware, notices, zone, market or "", life, ps, machine
     raise SystemExit(join_job(master, secret_file, workers, run_dir, node, *of))
+
+
+@cli.command()
+@click.argument("file", type=click.Path(path_type=Path), metavar="JOB_YAML")
+@click.option("--context", default="", help="Of the kubeconfig (default: the current one).")
+@click.option("--namespace", default="", help="Where the job shall be (default: that of the context).")
+@click.option("--image", default="", help="With everstep and the script, where JOB_YAML is that of everstep run.")
+def submit(file: Path, context: str, namespace: str, image: str) -> None:
+    """Run a job in a Kubernetes cluster: JOB_YAML as for everstep run, or an ElasticJob."""
+    from everstep.cli.cluster_job import submit as submit_job
+
+    submit_job(file, context, namespace, image)
+
+
+@cli.command()
+@click.option("--context", default="", help="Of the kubeconfig (default: the current one, or this pod's cluster).")
+@click.option("--namespace", default="", help="Whose jobs it keeps (default: that of the context).")
+@click.option("--no-lease", is_flag=True, help="Act without being elected: there is no other operator.")
+@click.option("--demo", is_flag=True, help="Play a cluster on this machine: pods are local processes.")
+@click.option("--dir", "folder", type=click.Path(path_type=Path), default="everstep-demo", help="Of the demo.")
+@click.option("--nodes", type=click.IntRange(1, 100), default=3, show_default=True, help="Of the demo.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Of the demo's API server (default: any).")
+@click.option("--manifests", is_flag=True, help="Print what the operator needs in a cluster, for kubectl apply -f -.")
+@click.option("--image", default="everstep:latest", show_default=True, help="Of the operator, in the manifests.")
+def operator(
+    context: str,
+    namespace: str,
+    no_lease: bool,
+    demo: bool,
+    folder: Path,
+    nodes: int,
+    port: int,
+    manifests: bool,
+    image: str,
+) -> None:
+    """Keep the jobs of a Kubernetes namespace."""
+    if manifests:
+        from everstep.platforms.kubernetes.manifests import printed_manifests
+
+        click.echo(printed_manifests(namespace or "everstep", image), nl=False)
+        return
+    from everstep.cli.cluster_operator import run_demo, run_operator
+
+    raise SystemExit(run_demo(folder, port, nodes) if demo else run_operator(context, namespace, not no_lease))
 
 
 @cli.group()

@@ -91,7 +91,6 @@ class MasterReport(msgspec.Struct, frozen=True):
     members: Mapping[str, int] = {}
     step: int = 0
     samples: int = 0
-    percent: int = 0
     waiting: bool = False
     over: bool = False
 

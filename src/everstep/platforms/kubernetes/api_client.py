@@ -86,7 +86,7 @@ class ClusterClient(Protocol):
     """Is an API server, as the operator uses it. Each call raises ApiServerError. ``namespace`` "": of kinds that have
     none."""
 
-    def list(self, kind: Kind, namespace: str) -> tuple[list[Object], str]:
+    def list_all(self, kind: Kind, namespace: str) -> tuple[list[Object], str]:
         """Return all objects of a kind, and the version of that list."""
         ...
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Final
 
 from everstep.platforms.kubernetes.kinds import API_VERSION, GROUP, VERSION, Kind, Object
@@ -200,7 +201,7 @@ _STATUS: Final = _struct(
         "startTime": _TIME,
         "completionTime": _TIME,
         "waitingSince": _TIME,
-        "progress": _struct({"step": _LONG, "samples": _LONG, "percent": _whole(0, 100)}),
+        "progress": _struct({"step": _LONG, "samples": _LONG, "percent": _whole(0, 100), "time": _TIME}),
         "checkpoint": _struct({"step": _LONG, "time": _TIME, "trigger": {"type": "string"}}),
         "disruptions": {
             "type": "array",
@@ -343,11 +344,14 @@ def definitions() -> tuple[Object, ...]:
 
 def printed() -> str:
     """Return the definitions as YAML, for ``kubectl apply``."""
+    return f"# The kinds of {API_VERSION}, printed by `everstep crd print`.\n" + documents(definitions())
+
+
+def documents(things: Iterable[Object]) -> str:
+    """Return objects as documents of YAML."""
     import yaml
 
-    head = f"# The kinds of {API_VERSION}, printed by `everstep crd print`.\n"
-    documents = [yaml.dump(each, Dumper=_plain_dumper(), sort_keys=False) for each in definitions()]
-    return head + "---\n".join(documents)
+    return "---\n".join(yaml.dump(each, Dumper=_plain_dumper(), sort_keys=False) for each in things)
 
 
 def _plain_dumper() -> type:

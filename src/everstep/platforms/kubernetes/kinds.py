@@ -37,6 +37,7 @@ class Kind(StrEnum):
     BUDGET = "PodDisruptionBudget"
     LEASE = "Lease"
     EVENT = "Event"
+    QUOTA = "ResourceQuota"
 
 
 class Place(StrEnum):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import json
 from collections.abc import Mapping
@@ -101,6 +102,14 @@ def secret(job: Object, text: str) -> Object:
         "type": "Opaque",
         "stringData": {SECRET_KEY: text},
     }
+
+
+def secret_text(thing: Object) -> str:
+    """Return what the Secret of a job holds; "": nothing that could be read."""
+    try:
+        return base64.b64decode((thing.get("data") or {}).get(SECRET_KEY, ""), validate=True).decode()
+    except ValueError:
+        return ""
 
 
 def claim(job: Object) -> Object:

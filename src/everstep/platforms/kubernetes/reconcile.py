@@ -45,6 +45,8 @@ MANAGED_BY: Final = "everstep.io/operator"
 LOOK_S: Final = 5.0
 """So often a job that runs is looked at, whatever happens."""
 REFUSED_S: Final = 30.0
+PROGRESS_S: Final = 30.0
+"""So often progress is written, if nothing else is to be."""
 WAIT_TIMEOUT: Final = "WaitTimeout"
 _PAUSE_MAX_S: Final = 60.0
 _SHOWN_DISRUPTIONS: Final = 50
@@ -368,12 +370,10 @@ class _Look:
         status.say(Condition.READY, ready, "AllPodsReady" if ready else "PodsMissing")
         if report is not None and not report.over:
             old = status.now.get("progress") or {}
-            if report.percent != old.get("percent") or status.changed() is not None:
-                status.now["progress"] = {
-                    "step": report.step,
-                    "samples": report.samples,
-                    "percent": report.percent,
-                }
+            late = self._seen.now_s - seconds_of(old.get("time")) >= PROGRESS_S
+            if report.samples != old.get("samples") and (late or status.changed() is not None):
+                at = stamp_of(self._seen.now_s)
+                status.now["progress"] = {"step": report.step, "samples": report.samples, "time": at}
         status.phase = self._phase(ready, scaling)
 
     def _phase(self, ready: bool, scaling: bool) -> JobPhase:

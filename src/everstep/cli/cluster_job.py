@@ -1,0 +1,228 @@
+"""Runs the verbs that are about a job in a cluster: ``everstep submit``, and others where RUN_DIR is ``k8s:JOB``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import click
+import yaml
+
+from everstep.config.load import load_spec
+from everstep.config.spec import JobSpec
+from everstep.errors import ConfigError, UserError
+from everstep.platforms.kubernetes.api_client import ApiReason, ApiServerError, ClusterClient
+from everstep.platforms.kubernetes.job import settings_of
+from everstep.platforms.kubernetes.kinds import (
+    API_VERSION,
+    CONTAINER,
+    JOB_LABEL,
+    ROLE_LABEL,
+    Kind,
+    Object,
+    Place,
+    name_of,
+)
+
+PREFIX: Final = "k8s:"
+_SIZES: Final = ("name", "mode", "workers", "ps", "min_workers", "max_workers", "min_ps", "max_ps", "parity")
+_HERE: Final = ("script", "args", "run_dir", "bind", "files_port", "capacity", "nodes", "master_alone")
+
+
+class ClusterJob(NamedTuple):
+    """Is where a job is: ``k8s:JOB`` or ``k8s:NAMESPACE/JOB``."""
+
+    client: ClusterClient
+    namespace: str
+    name: str
+
+    def read(self) -> Object:
+        """Return the ElasticJob. Raises ConfigError: there is none."""
+        try:
+            return self.client.get(Kind.JOB, self.namespace, self.name)
+        except ApiServerError as error:
+            if error.reason is not ApiReason.NOT_FOUND:
+                raise
+            raise ConfigError(f"{PREFIX}{self.namespace}/{self.name}: there is no such ElasticJob") from None
+
+
+def in_cluster(run_dir: Path) -> bool:
+    """Return whether a RUN_DIR is the name of a job in a cluster."""
+    return str(run_dir).startswith(PREFIX)
+
+
+def find(run_dir: Path, context: str = "") -> ClusterJob:
+    """Return where a job is. Raises ConfigError, PlatformError."""
+    from everstep.platforms.kubernetes.lightkube_client import LightkubeClient
+
+    client = LightkubeClient.connect(context)
+    namespace, _, name = str(run_dir).removeprefix(PREFIX).rpartition("/")
+    if not name:
+        raise ConfigError(f"{run_dir}: expected {PREFIX}JOB or {PREFIX}NAMESPACE/JOB")
+    return ClusterJob(client, namespace or client.namespace, name)
+
+
+# ------------------------------------------------------------ submit
+
+
+def submit(file: Path, context: str, namespace: str, image: str) -> None:
+    """Create or change the ElasticJob that a job.yaml describes: an ElasticJob, or the settings of ``everstep run``."""
+    from everstep.platforms.kubernetes.lightkube_client import LightkubeClient
+
+    job = read_job(file, image)
+    client = LightkubeClient.connect(context)
+    where = namespace or job["metadata"].get("namespace") or client.namespace
+    job["metadata"]["namespace"] = where
+    settings_of(job)
+    done = client.apply(Kind.JOB, where, job, force=False)
+    made = "created" if int(done["metadata"].get("generation", 1)) == 1 else "changed"
+    click.echo(f"elasticjob/{name_of(job)} {made} in {where}; everstep status k8s:{name_of(job)}")
+
+
+def read_job(file: Path, image: str) -> Object:
+    """Return the ElasticJob of a file. Raises ConfigError."""
+    try:
+        found = yaml.safe_load(file.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {file}: {error}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file} is no YAML: {' '.join(str(error).split())}") from None
+    if isinstance(found, dict) and found.get("kind") == Kind.JOB:
+        if found.get("apiVersion") != API_VERSION:
+            raise ConfigError(f"{file}: apiVersion {found.get('apiVersion')!r}: expected {API_VERSION}")
+        if not isinstance(found.get("metadata"), dict) or not isinstance(found.get("spec"), dict):
+            raise ConfigError(f"{file}: an ElasticJob needs metadata and spec")
+        if not isinstance(found["spec"].get("worker"), dict) or not found["metadata"].get("name"):
+            raise ConfigError(f"{file}: an ElasticJob needs metadata.name and spec.worker")
+        return found
+    spec, origins = load_spec(file, {}, {})
+    if not image:
+        raise ConfigError(f"{file}: has the settings of everstep run; give --image, in which the script is")
+    return elastic_job(spec, origins, image)
+
+
+def elastic_job(spec: JobSpec, origins: dict[str, str], image: str) -> Object:
+    """Return the ElasticJob of a job.yaml: what has a field of its own there, and the rest as settings."""
+    given = {name: getattr(spec, name) for name, origin in origins.items() if origin != "default"}
+    settings = {n: list(v) if isinstance(v, tuple) else v for n, v in given.items() if n not in (*_SIZES, *_HERE)}
+    template = {"spec": {"containers": [{"name": CONTAINER, "image": image}]}}
+    worker: Object = {"replicas": spec.workers, "template": template}
+    mode = "ParameterServer" if spec.mode == "ps" else "Hybrid" if spec.ps else "AllReduce"
+    body: Object = {"mode": mode, "script": spec.script, "args": list(spec.args), "worker": worker}
+    if spec.ps:
+        body["ps"] = {"replicas": spec.ps, "template": template}
+    for role in ("workers", "ps"):
+        for bound in ("min", "max"):
+            if given.get(f"{bound}_{role}"):
+                body["worker" if role == "workers" else role][f"{bound}Replicas"] = given[f"{bound}_{role}"]
+    if spec.parity not in ("", "0"):
+        data, _, parity = spec.parity.partition("+")
+        body["psProtection"] = {"strategy": "Parity", "dataShards": int(data), "parityShards": int(parity)}
+    if settings:
+        body["settings"] = settings
+    meta = {"name": spec.name.lower().replace("_", "-").replace(".", "-")}
+    return {"apiVersion": API_VERSION, "kind": Kind.JOB.value, "metadata": meta, "spec": body}
+
+
+# ------------------------------------------------------------ reading and scaling
+
+
+def status(run_dir: Path, as_json: bool) -> None:
+    """Show a job of a cluster."""
+    at = find(run_dir)
+    job = at.read()
+    if as_json:
+        click.echo(json.dumps({"metadata": {"name": at.name, "namespace": at.namespace}, **_shown(job)}))
+        return
+    for line in status_lines(job):
+        click.echo(line)
+
+
+def _shown(job: Object) -> Object:
+    return {"spec": job["spec"], "status": job.get("status") or {}}
+
+
+def status_lines(job: Object) -> list[str]:
+    """Return what people read of a job."""
+    told: dict[str, Any] = job.get("status") or {}
+    progress = told.get("progress") or {}
+    head = f"{name_of(job)}  {job['spec'].get('mode')}  {told.get('phase', 'not seen by an operator yet')}"
+    if progress:
+        head += f"  {progress.get('samples', 0):,} samples"
+    lines = [head]
+    master = told.get("master") or {}
+    if master:
+        lines.append(f"master: {'ready' if master.get('ready') else 'not ready'}, {master.get('restarts', 0)} failures")
+    for role in ("worker", "ps"):
+        of = told.get(role)
+        if of:
+            lines.append(
+                f"{role}: {of['ready']} of {of['desired']} ready, {of['pending']} pending, {of['draining']} leaving, "
+                f"{of['restarts']} failures"
+            )
+    for condition in told.get("conditions") or []:
+        if condition["status"] == "True" and condition["type"] != "Ready":
+            lines.append(f"{condition['type']}: {condition.get('message') or condition.get('reason')}")
+    for each in (told.get("disruptions") or [])[-5:]:
+        lines.append(f"{each.get('noticeTime')}: {each['pod']} goes from {each.get('node')} ({each['source']})")
+    return lines
+
+
+def pods_of(at: ClusterJob) -> list[Object]:
+    """Return a job's pods."""
+    found, _ = at.client.list_all(Kind.POD, at.namespace)
+    return [pod for pod in found if (pod["metadata"].get("labels") or {}).get(JOB_LABEL) == at.name]
+
+
+def logs(run_dir: Path, member: str) -> None:
+    """Print the end of what the pods of a job have printed, or those of a role or a pod."""
+    at = find(run_dir)
+    at.read()
+    chosen = [
+        pod for pod in pods_of(at) if not member or member in (name_of(pod), pod["metadata"]["labels"].get(ROLE_LABEL))
+    ]
+    if not chosen:
+        places = ", ".join(place.value for place in Place)
+        raise UserError(f"{run_dir}: no pod of {member or 'the job'} is there; give {places}, or the name of a pod")
+    for pod in chosen:
+        for line in at.client.logs(at.namespace, name_of(pod), 100).splitlines():
+            click.echo(f"{name_of(pod)}: {line}")
+
+
+def scale(run_dir: Path, workers: int | None, ps: int | None) -> None:
+    """Write how many pods a job wants. The server checks the bounds of the job."""
+    wanted = {role: count for role, count in (("worker", workers), ("ps", ps)) if count is not None}
+    if not wanted:
+        raise ConfigError("nothing to scale: give --workers N, --ps N or both")
+    at = find(run_dir)
+    job = at.read()
+    if "ps" in wanted and "ps" not in job["spec"]:
+        raise ConfigError(f"{run_dir}: this job of mode {job['spec'].get('mode')} has no ps")
+    body = {"spec": {role: {"replicas": count} for role, count in wanted.items()}}
+    try:
+        at.client.patch(Kind.JOB, at.namespace, at.name, body)
+    except ApiServerError as error:
+        if error.reason is not ApiReason.INVALID:
+            raise
+        raise UserError(f"{run_dir}: {error}") from None
+    words = {"worker": "workers", "ps": "ps"}
+    click.echo(" and ".join(f"{count} {words[role]}" for role, count in wanted.items()) + " wanted")
+
+
+def suspend(run_dir: Path, on: bool) -> None:
+    """Suspend a job of a cluster, or let it go on."""
+    at = find(run_dir)
+    at.client.patch(Kind.JOB, at.namespace, at.name, {"spec": {"suspend": on}})
+    click.echo("the job is being suspended" if on else "the job goes on")
+
+
+def explain(run_dir: Path) -> None:
+    """Show the conditions of a job and why its master's decisions are elsewhere."""
+    at = find(run_dir)
+    job = at.read()
+    for condition in (job.get("status") or {}).get("conditions") or []:
+        words = f"{condition.get('reason')}: {condition.get('message') or ''}".rstrip(": ")
+        click.echo(f"{condition.get('lastTransitionTime')}  {condition['type']}={condition['status']}  {words}")
+    for line in status_lines(job):
+        click.echo(line)

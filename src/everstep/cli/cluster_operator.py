@@ -1,0 +1,143 @@
+"""Runs ``everstep operator``: on a cluster, or, with ``--demo``, on one that it plays itself."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from everstep.brain.events import ScaleAsked, SuspendAsked
+from everstep.cli.link import ask_address
+from everstep.ids import NodeId
+from everstep.model.job_view import JobView
+from everstep.model.member import Address, Role
+from everstep.net.auth import Secret, create_secret, load_secret
+from everstep.net.messages import GetStatus, RequestType
+from everstep.platforms.kubernetes.actions import MasterReport
+from everstep.platforms.kubernetes.kinds import MASTER_PORT
+from everstep.platforms.kubernetes.operator import Operator
+
+ANSWER_S = 3.0
+DEMO_NODES = ("node-1", "node-2", "node-3")
+
+
+class MastersByNetwork:
+    """Talks to masters over the network of the pods."""
+
+    def __init__(self) -> None:
+        self._secrets: dict[str, Secret] = {}
+
+    def __repr__(self) -> str:
+        return f"<link to {len(self._secrets)} masters>"
+
+    def report(self, host: str, secret: str) -> MasterReport:
+        """Raise EverstepError: it does not answer."""
+        view = self._ask(host, secret, GetStatus(False))
+        assert isinstance(view, JobView)
+        return report_of(view)
+
+    def tell_size(self, host: str, secret: str, workers: int, ps: int) -> None:
+        """Raise EverstepError: it does not answer. What it refuses is asked again by the next look."""
+        counts = [(role, n) for role, n in ((Role.WORKER, workers), (Role.PS, ps)) if n]
+        if counts:
+            (role, count), *more = counts
+            self._ask(host, secret, ScaleAsked(role, count, tuple(more)))
+
+    def suspend(self, host: str, secret: str) -> None:
+        """Raise EverstepError: it does not answer."""
+        self._ask(host, secret, SuspendAsked("spec.suspend"))
+
+    def fresh_secret(self) -> str:
+        """Return the text of a new job's secret."""
+        with tempfile.TemporaryDirectory(prefix="everstep-") as folder:
+            create_secret(Path(folder) / "secret")
+            return (Path(folder) / "secret").read_text()
+
+    def _ask(self, host: str, secret: str, request: RequestType) -> object:
+        if secret not in self._secrets:
+            self._secrets[secret] = read_secret(secret)
+        address = Address(NodeId("node0"), "", host, MASTER_PORT)
+        return ask_address(address, self._secrets[secret], request, ANSWER_S)
+
+
+def read_secret(text: str) -> Secret:
+    """Return a job's secret. Raises ConfigError: the text is none."""
+    with tempfile.TemporaryDirectory(prefix="everstep-") as folder:
+        path = Path(folder) / "secret"
+        path.touch(mode=0o600)
+        path.write_text(text)
+        return load_secret(path)
+
+
+def report_of(view: JobView) -> MasterReport:
+    """Return what counts to the operator of what a master shows."""
+    return MasterReport(
+        workers=view.members_wanted.get("worker", 0),
+        ps=view.members_wanted.get("ps", 0),
+        members={str(node.node): node.workers + node.ps for node in view.nodes},
+        samples=view.samples_done,
+        waiting=view.supervision is not None and view.supervision.state == "waiting",
+        over=view.exit_code is not None,
+    )
+
+
+def run_operator(context: str, namespace: str, lease: bool) -> int:
+    """Run the operator until it is told to stop; return the exit code."""
+    from everstep.platforms.kubernetes.election import Election
+    from everstep.platforms.kubernetes.lightkube_client import LightkubeClient
+
+    client = LightkubeClient.connect(context)
+    namespace = namespace or client.namespace
+    election = Election(client, namespace, say) if lease else None
+    operator = Operator(client, namespace, MastersByNetwork(), say, election.leads if election else lambda: True)
+    say(f"operator of namespace {namespace} at {client!r}")
+    with stopping() as over:
+        if election is not None:
+            election.start()
+        thread = threading.Thread(target=operator.run, name="operator", daemon=True)
+        thread.start()
+        over.wait()
+        operator.close()
+        thread.join(30)
+        if election is not None:
+            election.close()
+    return 0
+
+
+def run_demo(folder: Path, port: int, nodes: int) -> int:
+    """Play a cluster here, with its operator, until it is told to stop; return the exit code."""
+    from everstep.platforms.kubernetes.demo.played_cluster import DemoCluster
+
+    names = tuple(f"node-{n}" for n in range(1, nodes + 1))
+    with stopping() as over, DemoCluster(folder, names, port) as cluster:
+        operator = Operator(cluster.client(), "default", MastersByNetwork(), say)
+        thread = threading.Thread(target=operator.run, name="operator", daemon=True)
+        thread.start()
+        say(f"a cluster of {nodes} nodes is played here: export KUBECONFIG={cluster.kubeconfig}")
+        over.wait()
+        operator.close()
+        thread.join(30)
+    return 0
+
+
+@contextlib.contextmanager
+def stopping() -> Iterator[threading.Event]:
+    """Give an event that SIGTERM and Ctrl-C set."""
+    over = threading.Event()
+    old = {s: signal.signal(s, lambda *_: over.set()) for s in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield over
+    finally:
+        for signo, handler in old.items():
+            signal.signal(signo, handler)
+
+
+def say(text: str) -> None:
+    """Tell people a line."""
+    click.echo(f"[{time.strftime('%H:%M:%S')}] {text}")

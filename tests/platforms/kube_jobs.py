@@ -1,0 +1,211 @@
+"""Real jobs on a played cluster: a server in memory, pods that are processes, an operator that can be killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from everstep.agent.rundir import in_use
+from everstep.cli.link import ask_view
+from everstep.errors import EverstepError
+from everstep.model.job_view import JobView
+from everstep.monitor.audit import audit
+from everstep.platforms.kubernetes.demo.played_cluster import NAMESPACE, DemoCluster
+from everstep.platforms.kubernetes.kinds import API_VERSION, Object, name_of
+from everstep.platforms.kubernetes.pods import facts_of
+
+SCRIPT = """
+import os, time
+import numpy as np, torch
+import everstep as es
+from torch import nn
+
+job = es.join()
+rng = np.random.default_rng(0)
+ids = rng.integers(0, 500, (4000, 2))
+data = {"ids": ids, "label": (ids.sum(1) % 2).astype(np.float32)}
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bag = nn.EmbeddingBag(500, 4, mode="sum")
+        self.top = nn.Linear(4, 1)
+    def forward(self, b):
+        return self.top(self.bag(b["ids"])).squeeze(1)
+
+model = job.replicate(SPARSE(Net()))
+opt = job.optimizer(torch.optim.Adam(model.parameters(), lr=0.01))
+for batch in job.steps(job.loader(data, batch_size=20, epochs=EPOCHS)):
+    loss = nn.functional.binary_cross_entropy_with_logits(model(batch), batch["label"])
+    opt.zero_grad(); loss.backward(); opt.step()
+    job.report(loss=loss)
+    if not os.path.exists(HURRY):
+        time.sleep(0.2)
+"""
+
+
+def until(what: Callable[[], object], why: Callable[[], str], timeout_s: float = 240.0) -> None:
+    """Wait for something, for as long as a loaded machine may need."""
+    end = time.monotonic() + timeout_s
+    while not what():
+        assert time.monotonic() < end, f"it did not happen within {timeout_s} s: {why()}"
+        time.sleep(0.1)
+
+
+class KubeRun:
+    """Is a job on a played cluster of three nodes."""
+
+    def __init__(self, folder: Path, name: str = "story") -> None:
+        self.folder, self.name = folder, name
+        self.script = folder / "train.py"
+        self.hurry_file = folder / "hurry"
+        self.cluster = DemoCluster(folder / "cluster", ("node-1", "node-2", "node-3"))
+        self.server, self.nodes = self.cluster.server, self.cluster.runner
+        self.run_dir = folder / "cluster" / "claims" / NAMESPACE / f"{name}-master" / "job"
+        self.operator: subprocess.Popen[bytes] | None = None
+
+    # ------------------------------------------------------------ what a user does
+
+    def write(self, epochs: int, sparse: bool = True) -> None:
+        text = SCRIPT.replace("SPARSE", "job.sparse" if sparse else "").replace("EPOCHS", str(epochs))
+        self.script.write_text(text.replace("HURRY", repr(str(self.hurry_file))))
+
+    def submit(self, **spec: Any) -> None:
+        template = {"spec": {"containers": [{"name": "main", "image": "everstep:test"}]}}
+        for role in ("worker", "ps"):
+            if role in spec:
+                spec[role]["template"] = template
+        body = {"apiVersion": API_VERSION, "kind": "ElasticJob", "metadata": {"name": self.name}}
+        body["spec"] = {"script": str(self.script), **spec}
+        self.server.create(self.server.of("elasticjobs"), NAMESPACE, body)
+
+    def everstep(self, *words: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "everstep.cli", *words],
+            env={**os.environ, "KUBECONFIG": str(self.cluster.kubeconfig)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def start_operator(self) -> None:
+        with (self.folder / "operator.log").open("ab") as out:
+            self.operator = subprocess.Popen(
+                [sys.executable, "-m", "everstep.cli", "operator", "--no-lease"],
+                env={**os.environ, "KUBECONFIG": str(self.cluster.kubeconfig)},
+                stdout=out,
+                stderr=out,
+            )
+
+    def kill_operator(self) -> None:
+        if self.operator is not None:
+            self.operator.kill()
+            self.operator.wait(30)
+            self.operator = None
+
+    def request(self, kind: str, name: str, **spec: Any) -> None:
+        of = self.server.of("scaleouts" if kind == "ScaleOut" else "scaleins")
+        meta = {"name": name}
+        body = {"apiVersion": API_VERSION, "kind": kind, "metadata": meta, "spec": {"jobName": self.name, **spec}}
+        self.server.create(of, NAMESPACE, body)
+
+    # ------------------------------------------------------------ what is seen
+
+    @property
+    def job(self) -> Object:
+        found = self.server.store.get("elasticjobs", NAMESPACE, self.name)
+        assert found is not None
+        return found
+
+    @property
+    def phase(self) -> str:
+        return str((self.job.get("status") or {}).get("phase", ""))
+
+    def pods(self, role: str = "") -> list[Object]:
+        """Return the pods that work."""
+        out = []
+        for pod in self.server.store.all("pods", NAMESPACE):
+            facts = facts_of(pod)
+            if facts is not None and facts.active and facts.ready and role in ("", facts.place):
+                out.append(pod)
+        return out
+
+    def view(self) -> JobView | None:
+        if not in_use(self.run_dir):
+            return None
+        with contextlib.suppress(EverstepError):
+            return ask_view(self.run_dir)
+        return None
+
+    def samples(self) -> int:
+        view = self.view()
+        return view.samples_total if view is not None else 0
+
+    def trained(self, more: int) -> None:
+        """Wait until so many more samples are trained."""
+        start = 0
+        until(lambda: self.view() is not None, self.story)
+        start = self.samples()
+        until(lambda: self.samples() >= start + more, self.story)
+
+    def whole(self) -> None:
+        """Wait until every pod is there, and the master has every member."""
+
+        def ok() -> bool:
+            view = self.view()
+            if self.phase != "Running" or view is None:
+                return False
+            up = [m for m in view.members if m.up and m.role != "master"]
+            return len(up) == sum(view.members_wanted.values()) == len(self.pods()) - 1
+
+        until(ok, self.story)
+
+    def request_ends(self, plural: str, name: str) -> str:
+        def status() -> Object:
+            return (self.server.store.get(plural, NAMESPACE, name) or {}).get("status") or {}
+
+        until(lambda: status().get("phase") in ("Succeeded", "Failed"), self.story)
+        return str(status()["phase"])
+
+    def story(self) -> str:
+        """Return what a reader needs who looks for what went wrong."""
+        logs = [self.folder / "operator.log", *sorted((self.folder / "cluster" / "logs").glob("*.log"))]
+        ends = [f"--- {log.name}\n" + log.read_text(errors="replace")[-1500:] for log in logs if log.exists()]
+        pods = [
+            (name_of(p), p["status"].get("phase"), p["spec"].get("nodeName")) for p in self.server.store.all("pods")
+        ]
+        return f"{self.job.get('status')}\n{pods}\n" + "\n".join(ends)
+
+    # ------------------------------------------------------------ the end
+
+    def ended_well(self) -> None:
+        self.hurry_file.touch()
+        until(lambda: self.phase in ("Succeeded", "Failed"), self.story, 400.0)
+        assert self.phase == "Succeeded", self.story()
+        report = audit(self.run_dir)
+        assert report.ok, report.text() + self.story()
+
+    def nothing_left(self) -> None:
+        """Delete the job: everything of it goes."""
+        of = self.server.of("elasticjobs")
+        self.server.delete(of, NAMESPACE, self.name)
+        kinds = ("pods", "services", "secrets", "persistentvolumeclaims", "poddisruptionbudgets")
+
+        def left() -> list[str]:
+            return [name_of(t) for kind in kinds for t in self.server.store.all(kind, NAMESPACE)]
+
+        until(lambda: not left(), lambda: f"{left()} {self.story()}")
+        assert self.nodes._running == {}
+
+    def close(self) -> None:
+        self.kill_operator()
+        self.cluster.close()

@@ -1,0 +1,334 @@
+"""The operator on a server in memory: it watches, acts, degrades, and gives way. Pods are played by the test."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lightkube")
+pytest.importorskip("cel")
+
+from click.testing import CliRunner
+
+from everstep.cli.main import cli
+from everstep.errors import EverstepError
+from everstep.platforms.kubernetes.actions import MasterReport
+from everstep.platforms.kubernetes.crds import definitions
+from everstep.platforms.kubernetes.demo.api_http import ApiHttp
+from everstep.platforms.kubernetes.demo.api_server import CRDS, ApiServer
+from everstep.platforms.kubernetes.demo.refusals import RefusedRequest
+from everstep.platforms.kubernetes.election import DURATION_S, LeaseWatch
+from everstep.platforms.kubernetes.kinds import API_VERSION, Object, name_of
+from everstep.platforms.kubernetes.lightkube_client import LightkubeClient, kubeconfig_for
+from everstep.platforms.kubernetes.manifests import NODE_RULES, RULES
+from everstep.platforms.kubernetes.operator import Operator, WorkQueue
+
+NS = "default"
+LEAST = [*RULES, *NODE_RULES]
+
+
+def until(what: Callable[[], object], why: Callable[[], object] = lambda: "", timeout_s: float = 120.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not what():
+        assert time.monotonic() < end, why()
+        time.sleep(0.02)
+
+
+class PlayedMasters:
+    """Masters that do as they are told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, int]] = []
+
+    def report(self, host: str, secret: str) -> MasterReport:
+        workers, ps = self.told[-1] if self.told else (2, 1)
+        return MasterReport(workers or 2, ps or 1)
+
+    def tell_size(self, host: str, secret: str, workers: int, ps: int) -> None:
+        self.told.append((workers, ps))
+
+    def suspend(self, host: str, secret: str) -> None:
+        raise EverstepError("not now")
+
+    def fresh_secret(self) -> str:
+        return "a secret"
+
+
+class Bench:
+    """A server, an operator, and pods that start at once."""
+
+    def __init__(self, rules: list[Object] | None = None) -> None:
+        self.server = ApiServer()
+        for definition in definitions():
+            self.server.create(self.server.of(CRDS), "", definition)
+        self.server.create(self.server.of("nodes"), "", {"metadata": {"name": "n1"}})
+        self.http = ApiHttp(self.server, {"operator": rules if rules is not None else LEAST})
+        self.lines: list[str] = []
+        self.masters = PlayedMasters()
+        self._over = threading.Event()
+        self._kubelet = threading.Thread(target=self._play, daemon=True)
+        self._kubelet.start()
+        self.start()
+
+    def start(self) -> None:
+        self.client = LightkubeClient.connect(url=self.http.url, token="operator")
+        self.operator = Operator(self.client, NS, self.masters, self.lines.append)
+        self._thread = threading.Thread(target=self.operator.run, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self.operator.close()
+        self._thread.join(60)
+        self.client.close()
+
+    def close(self) -> None:
+        self._over.set()
+        self._kubelet.join(60)
+        self.operator.close()
+        self.http.close()
+        self.stop()
+
+    def _play(self) -> None:
+        while not self._over.wait(0.02):
+            for pod in self.server.store.all("pods", NS):
+                if pod["metadata"].get("deletionTimestamp"):
+                    self._drop(pod)
+                elif pod["status"].get("phase") == "Pending":
+                    pod["spec"]["nodeName"] = "n1"
+                    conditions = [{"type": "Ready", "status": "True"}]
+                    pod["status"] = {"phase": "Running", "podIP": "127.0.0.1", "conditions": conditions}
+                    with self.server.store.lock:
+                        if self.server.store.get("pods", NS, name_of(pod)) is not None:
+                            self.server.store.put("pods", pod)
+
+    def _drop(self, pod: Object) -> None:
+        with contextlib.suppress(RefusedRequest):
+            self.server.delete(self.server.of("pods"), NS, name_of(pod), pod["metadata"]["uid"], 0)
+
+    def submit(self, name: str = "j", **spec: Any) -> None:
+        template = {"spec": {"containers": [{"name": "main", "image": "train:1"}]}}
+        worker = {"replicas": 2, "minReplicas": 1, "maxReplicas": 4, "template": template}
+        body = {"mode": "ParameterServer", "script": "train.py", "worker": worker, "ps": {"template": template}, **spec}
+        made = {"apiVersion": API_VERSION, "kind": "ElasticJob", "metadata": {"name": name}, "spec": body}
+        self.server.create(self.server.of("elasticjobs"), NS, made)
+
+    def job(self, name: str = "j") -> Object:
+        return self.server.store.get("elasticjobs", NS, name) or {}
+
+    def phase(self, name: str = "j") -> str:
+        return str((self.job(name).get("status") or {}).get("phase", ""))
+
+    def holds(self, condition: str) -> bool:
+        found = {c["type"]: c["status"] for c in (self.job().get("status") or {}).get("conditions") or []}
+        return found.get(condition) == "True"
+
+    def why(self) -> object:
+        return self.job().get("status"), self.lines, [name_of(p) for p in self.server.store.all("pods", NS)]
+
+
+@pytest.fixture
+def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
+    made = Bench(getattr(request, "param", None))
+    yield made
+    made.close()
+
+
+def test_a_job_runs_and_what_is_deleted_by_hand_comes_back(bench: Bench) -> None:
+    bench.submit()
+    until(lambda: bench.phase() == "Running", bench.why)
+    assert len(bench.server.store.all("pods", NS)) == 4
+    service = bench.server.of("services")
+    bench.server.delete(service, NS, "j")
+    until(lambda: bench.server.store.get("services", NS, "j"), bench.why)
+    bench.server.delete(bench.server.of("pods"), NS, "j-worker-0-3", grace_s=0)
+    until(lambda: bench.phase() == "Running" and bench.server.store.get("pods", NS, "j-worker-0-5"), bench.why)
+
+
+def test_an_operator_that_is_restarted_goes_on_where_it_was(bench: Bench) -> None:
+    bench.submit()
+    until(lambda: bench.phase() == "Running", bench.why)
+    bench.stop()
+    names = {name_of(p) for p in bench.server.store.all("pods", NS)}
+    bench.server.delete(bench.server.of("pods"), NS, "j-worker-1-4", grace_s=0)
+    bench.start()
+    until(lambda: bench.server.store.get("pods", NS, "j-worker-1-5"), bench.why)
+    assert names - {"j-worker-1-4"} <= {name_of(p) for p in bench.server.store.all("pods", NS)}
+
+
+def test_a_request_to_scale_is_carried_out_and_the_master_is_told(bench: Bench) -> None:
+    bench.submit()
+    until(lambda: bench.phase() == "Running", bench.why)
+    out = {"apiVersion": API_VERSION, "kind": "ScaleOut", "metadata": {"name": "more"}}
+    bench.server.create(bench.server.of("scaleouts"), NS, {**out, "spec": {"jobName": "j", "count": 2}})
+    bench.server.create(
+        bench.server.of("scaleouts"), NS, {**out, "metadata": {"name": "lost"}, "spec": {"jobName": "x", "count": 2}}
+    )
+
+    def ended(name: str) -> str:
+        return str(((bench.server.store.get("scaleouts", NS, name) or {}).get("status") or {}).get("phase"))
+
+    until(lambda: ended("more") == "Succeeded" and ended("lost") == "Failed", bench.why)
+    assert len(bench.server.store.all("pods", NS)) == 6
+    until(lambda: bench.masters.told and bench.masters.told[-1][0] == 4, bench.why)
+
+
+def test_the_watch_is_told_that_its_version_is_forgotten_and_lists_again(bench: Bench) -> None:
+    bench.server.store.forget()
+    bench.submit()
+    bench.server.store.forget()
+    until(lambda: bench.phase() == "Running", bench.why)
+
+
+def test_a_quota_is_a_condition_and_no_hot_loop(bench: Bench) -> None:
+    quota = {"metadata": {"name": "few"}, "spec": {"hard": {"pods": "0"}}}
+    bench.server.create(bench.server.of("resourcequotas"), NS, quota)
+    bench.submit()
+    until(lambda: bench.holds("QuotaExceeded"), bench.why)
+    tried = sum(verb == "create" and of == "pods" for verb, of, _ in bench.http.seen)
+    assert tried <= 16, "one look's pods, and no more before its time"
+    assert len(bench.lines) <= 16 and "exceeded quota" in bench.lines[0]
+
+
+@pytest.mark.parametrize("bench", [[r for r in LEAST if r["resources"] != ["nodes"]]], indirect=True)
+def test_without_the_right_to_read_nodes_it_works(bench: Bench) -> None:
+    bench.submit()
+    until(lambda: bench.phase() == "Running", bench.why)
+    assert sum("notices are taken from pods alone" in line for line in bench.lines) == 1
+
+
+NO_PODS = [r if r["resources"] != ["pods"] else {**r, "verbs": ["list", "watch", "delete"]} for r in LEAST]
+
+
+@pytest.mark.parametrize("bench", [NO_PODS], indirect=True)
+def test_a_missing_right_is_named(bench: Bench) -> None:
+    bench.submit()
+    until(lambda: bench.holds("Forbidden"), bench.why)
+    message = {c["type"]: c["message"] for c in bench.job()["status"]["conditions"]}["Forbidden"]
+    assert 'cannot create resource "pods"' in message
+
+
+def test_an_idle_job_costs_two_requests_a_minute_at_most_and_no_write(bench: Bench) -> None:
+    bench.submit()
+    until(lambda: bench.phase() == "Running", bench.why)
+    until(
+        lambda: not bench.operator.queue._due or min(bench.operator.queue._due.values()) > time.monotonic() + 2,
+        bench.why,
+    )
+    writes = bench.server.store.writes
+    before = len(bench.http.seen)
+    for _ in range(12):  # a minute of looks
+        bench.operator.look((NS, "j"))
+    asked = [one for one in bench.http.seen[before:] if one[0] != "watch"]
+    assert bench.server.store.writes == writes and len(asked) <= 2, asked
+
+
+def test_work_is_done_once_and_failures_wait_longer() -> None:
+    now = [0.0]
+    queue = WorkQueue(lambda: now[0])
+    queue.put(("a", "b"))
+    queue.put(("a", "b"), 5.0)
+    assert queue.take(0) == ("a", "b") and queue.take(0) is None
+    for wait_s in (1.0, 2.0, 4.0):
+        queue.failed(("a", "b"))
+        now[0] += wait_s - 0.1
+        assert queue.take(0) is None
+        now[0] += 0.2
+        assert queue.take(0) == ("a", "b")
+
+
+def lease(holder: str, version: int) -> Object:
+    return {"metadata": {"resourceVersion": str(version)}, "spec": {"holderIdentity": holder}}
+
+
+def test_a_lease_is_free_when_it_has_not_changed_for_its_duration() -> None:
+    watch = LeaseWatch()
+    assert watch.is_free(lease("me", 1), "me", 0.0) and watch.is_free(lease("", 2), "me", 0.0)
+    assert not watch.is_free(lease("other", 3), "me", 1.0)
+    assert not watch.is_free(lease("other", 4), "me", 1.0 + DURATION_S), "it was renewed"
+    assert watch.is_free(lease("other", 4), "me", 2.0 + 2 * DURATION_S)
+
+
+# ------------------------------------------------------------ the command line
+
+
+@pytest.fixture
+def at_server(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    kubeconfig_for(bench.http.url, tmp_path / "kubeconfig", NS)
+    text = (tmp_path / "kubeconfig").read_text().replace("token: demo", "token: operator")
+    (tmp_path / "kubeconfig").write_text(text)
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
+    return bench
+
+
+def everstep(*words: str) -> tuple[int, str]:
+    done = CliRunner().invoke(cli, list(words))
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        assert isinstance(done.exception, EverstepError), done.exception
+        return done.exception.exit_code, str(done.exception)
+    return done.exit_code, done.output
+
+
+def test_submit_status_scale_explain_and_logs(at_server: Bench, tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("name: flights\nscript: train.py\nworkers: 2\nps: 2\nmax_workers: 4\nlease_s: 60\nparity: 1+1\n")
+    code, text = everstep("submit", str(file), "--image", "train:1")
+    assert code == 0 and "elasticjob/flights created in default" in text, text
+    until(lambda: at_server.phase("flights") == "Running", at_server.why)
+    stored = at_server.job("flights")
+    assert stored["spec"]["settings"] == {"lease_s": 60.0} and stored["spec"]["worker"]["maxReplicas"] == 4
+    assert stored["spec"]["psProtection"] == {"strategy": "Parity", "dataShards": 1, "parityShards": 1}
+    code, text = everstep("status", "k8s:flights")
+    assert code == 0 and "Running" in text and "worker: 2 of 2 ready" in text, text
+    code, text = everstep("scale", "k8s:default/flights", "--workers", "3")
+    assert code == 0 and "3 workers wanted" in text, text
+    until(lambda: len(at_server.server.store.all("pods", NS)) == 6, at_server.why)
+    code, text = everstep("scale", "k8s:flights", "--workers", "9")
+    assert code == 2 and "above maxReplicas" in text, text
+    assert everstep("explain", "k8s:flights")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "words"),
+    [
+        ("wrokers: 2", ["--image", "x"], "workers"),
+        ("script: train.py\nworkers: 2", [], "give --image"),
+        ("{", ["--image", "x"], ""),
+        ("kind: ElasticJob\napiVersion: train.example.com/v1", [], "expected everstep.io/v1alpha1"),
+        ("kind: ElasticJob\napiVersion: everstep.io/v1alpha1", [], "needs metadata and spec"),
+        ("script: train.py\nname: " + "x" * 60, ["--image", "x"], "at most 40 characters"),
+        ("script: train.py", ["--image", "x", "--namespace", "absent"], "absent"),
+        ("script: train.py", ["--image", "x", "--context", "absent"], "Context 'absent' not found"),
+    ],
+)
+def test_a_job_that_cannot_be_is_one_line(
+    at_server: Bench, tmp_path: Path, text: str, flags: list[str], words: str
+) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(text)
+    code, said = everstep("submit", str(file), *flags)
+    assert code in (2, 4) and words in said and "\n" not in said.strip(), said
+
+
+def test_names_of_jobs_that_are_not_there(at_server: Bench) -> None:
+    for words in (["status", "k8s:absent"], ["scale", "k8s:absent", "--workers", "2"], ["explain", "k8s:"]):
+        code, said = everstep(*words)
+        assert code == 2 and "\n" not in said.strip(), said
+
+
+def test_nothing_but_the_verbs_of_clusters_needs_the_library() -> None:
+    words = "import sys; sys.modules['lightkube'] = sys.modules['cel'] = None; import everstep.cli.main"
+    more = "import everstep.cli.pod, everstep.cli.cluster_job, everstep.cli.cluster_operator"
+    done = subprocess.run([sys.executable, "-c", f"{words}; {more}"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    ask = "import sys; sys.modules['lightkube'] = None; sys.argv = ['everstep', 'status', 'k8s:x']"
+    ask += "; from everstep.cli.main import main; main()"
+    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 4 and "pip install 'everstep[k8s]'" in done.stderr, done.stderr
