@@ -13,10 +13,11 @@ the best interval, 60 s.
 from __future__ import annotations
 
 from benchmarks._measure import ROOT, Result, median, say, spread
-from everstep.cli.cost import parse_at, read_prices
+from everstep.cli.cost import parse_at
 from everstep.config.spec import JobSpec
 from everstep.model.capacity import Market, Offer
 from everstep.monitor.node_costs import reckon
+from everstep.monitor.price_files import read_prices
 from everstep.platforms.trace_capacity import read_trace
 from everstep.sim.elastic.forecast import others, stories, virtual, work_of
 from everstep.sim.elastic.job_model import Figure, MeasuredJob

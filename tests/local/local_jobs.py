@@ -104,9 +104,9 @@ class Run:
             )
         return self
 
-    def go_on(self) -> None:
+    def go_on(self, *flags: str) -> None:
         """``everstep unsuspend`` in place of ``everstep run``."""
-        argv = [sys.executable, "-m", "everstep.cli", "unsuspend", str(self.run_dir), "--no-display"]
+        argv = [sys.executable, "-m", "everstep.cli", "unsuspend", str(self.run_dir), "--no-display", *flags]
         with self.out.open("ab") as out:
             self.popen = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=self.folder)
 

@@ -25,7 +25,7 @@ from everstep.brain.events import (
     ShardDone,
     StopAsked,
 )
-from everstep.cli.cost import cost_lines, cost_of, read_prices, report_of, show_cost
+from everstep.cli.cost import cost_lines, cost_of, report_of, show_cost
 from everstep.cli.cost_picture import picture
 from everstep.config.spec import JobSpec
 from everstep.errors import ConfigError
@@ -34,6 +34,7 @@ from everstep.model.capacity import CapacityStep, Market, Offer
 from everstep.model.member import Address, Role
 from everstep.model.shard import ShardSchedule, lease_no, shard_key
 from everstep.monitor.node_costs import MachineSpan, MemberSpan, PlayedClock, goodput, merged, reckon
+from everstep.monitor.price_files import read_prices
 from everstep.monitor.prices import PriceBook, PriceError, PriceRow, parse_prices
 from everstep.monitor.spending import Spending, read_spending
 from everstep.platforms.trace_variants import by_chance

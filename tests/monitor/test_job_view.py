@@ -21,6 +21,7 @@ from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model import job_view
 from everstep.model.job_view import (
     CheckpointView,
+    CostView,
     EpochView,
     GroupView,
     JobView,
@@ -109,6 +110,7 @@ def whole() -> JobView:
             seconds={"waiting": 7.0},
             stages=(StageView(90.0, "running", "enough"), StageView(95.0, "waiting", "too few")),
         ),
+        cost=CostView(12.5, 0.9, 31.0, 2.0, 100.0, 3600.0),
     )
 
 

@@ -16,6 +16,7 @@ from everstep.brain.protection import Protection
 from everstep.brain.shards import Shards
 from everstep.brain.supervision import Supervision
 from everstep.model.placement import Placement
+from everstep.model.spent import Spent
 
 SNAPSHOT_VERSION = 6
 
@@ -33,6 +34,7 @@ class State(msgspec.Struct, kw_only=True):
     control: PolicyControl = msgspec.field(default_factory=PolicyControl)
     duty: Duty = msgspec.field(default_factory=Duty)
     supervision: Supervision = msgspec.field(default_factory=Supervision)
+    spent: Spent = Spent()
 
     @property
     def placement(self) -> Placement | None:

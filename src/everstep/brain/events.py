@@ -25,6 +25,7 @@ from everstep.model.plan import Plan as PolicyPlan
 from everstep.model.reasons import Arrival, CheckpointReason, LeaveReason
 from everstep.model.shard import Lease, ShardSchedule
 from everstep.model.snapshot import Holdings, Manifest, PartitionSnapshot, ReplicaCopy
+from everstep.model.spent import Spent
 from everstep.model.table import TableSpec
 from everstep.policies.hot import HotMove
 
@@ -411,6 +412,12 @@ class SupervisionDue(Fact, frozen=True, tag="supervision_due"):
     """The time is over that the job waits for members, or that they had to stay (``Supervision.due_at``)."""
 
 
+class SpendingNoted(Fact, frozen=True, tag="spending_noted"):
+    """The master's ledger, whenever machines have changed, and once a minute: the next master goes on from it."""
+
+    spent: Spent
+
+
 class JobUnsuspended(Fact, frozen=True, tag="job_unsuspended"):
     """A suspended job goes on, in a new run of its master; said before that master begins. ``number``: of the
     suspension that ends. ``reason``: for people."""
@@ -464,6 +471,7 @@ Noticed = (
     | PolicyDisabled
     | GroupDue
     | NodesDue
+    | SpendingNoted
     | SupervisionDue
     | JobUnsuspended
 )

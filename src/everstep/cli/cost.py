@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +13,11 @@ from everstep.cli.replay import JOURNAL_FILE
 from everstep.cli.restart_cost import RestartCost, restart_cost
 from everstep.errors import ConfigError, escaped
 from everstep.monitor.node_costs import HOUR_S, Costs, MachineSpan, NodeSum, reckon
-from everstep.monitor.prices import PriceBook, PriceError, moment, parse_prices
+from everstep.monitor.price_files import read_prices
+from everstep.monitor.prices import PriceBook, moment
 from everstep.monitor.spending import Spending, read_spending
 from everstep.storage.journal import read_journal
 
-PRICES_MAX_BYTES = 256 << 20
 _HOURS_SHOWN = 48
 _NO_RESTART = "  restart from checkpoint, the same work: unknown: the run trained too little to tell how fast it was"
 _ROLES = ("master", "ps", "worker", "nobody")
@@ -89,41 +87,6 @@ def _sum(of: NodeSum) -> dict[str, float | None]:
         "usd_known": of.usd,
         "node_hours_unknown": of.unknown_s / HOUR_S,
     }
-
-
-def read_prices(path: Path) -> PriceBook:
-    """Return the prices of a file: CSV, JSON (both also ``.gz``) or Parquet. Raise ConfigError with one line."""
-    try:
-        if path.suffix == ".parquet":
-            return _parquet(path)
-        with path.open("rb") as file:
-            packed = file.read(2) == b"\x1f\x8b"
-        with gzip.open(path) if packed else path.open("rb") as file:
-            raw = file.read(PRICES_MAX_BYTES + 1)
-        if len(raw) > PRICES_MAX_BYTES:
-            raise PriceError(f"larger than {PRICES_MAX_BYTES >> 20} MB")
-        return parse_prices(raw.decode())
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ConfigError(f"prices {str(path)!r}: truncated or damaged: {error}") from None
-    except OSError as error:
-        raise ConfigError(f"prices {str(path)!r}: cannot be read: {error.strerror or error}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"prices {str(path)!r}: no text") from None
-    except PriceError as error:
-        raise ConfigError(f"prices {str(path)!r}: {error}") from None
-
-
-def _parquet(path: Path) -> PriceBook:
-    import pyarrow
-    from pyarrow import csv, parquet
-
-    try:
-        table = parquet.read_table(path)
-        out = pyarrow.BufferOutputStream()
-        csv.write_csv(table, out, csv.WriteOptions(quoting_style="needed"))
-    except (pyarrow.ArrowException, ValueError) as error:
-        raise PriceError(f"no Parquet, or damaged: {escaped(str(error), 200)}") from None
-    return parse_prices(out.getvalue().to_pybytes().decode())
 
 
 def cost_of(

@@ -223,6 +223,8 @@ class JobSummary(msgspec.Struct):
     suspensions: int = 0
     suspended: str = ""
     by_itself: bool = False
+    spent_usd: float | None = None
+    budget_asked: bool = False
 
     @property
     def is_suspended(self) -> bool:
@@ -252,6 +254,8 @@ def summary_lines(summary: JobSummary, run_dir: Path) -> list[str]:
     lines.append(f"failures survived: {failures or 'none'}; batches retried: {summary.batches_retried}")
     if summary.values:
         lines.append("reported: " + values_text(summary.values))
+    if summary.spent_usd is not None:
+        lines.append(f"spent: {summary.spent_usd:.4f} USD (everstep cost {run_dir} says for what)")
     if summary.is_suspended:
         lines.append(f"suspended: {summary.suspended}; everstep unsuspend {run_dir} goes on")
     if summary.trusted:

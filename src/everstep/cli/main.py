@@ -47,6 +47,8 @@ def cli() -> None:
 @click.option("--fail-tolerance", type=int, help="Lost workers and ps that the job takes, beside lost nodes.")
 @click.option("--reliable", help="Roles on machines that stay, while there is one: master, ps, or master,ps.")
 @click.option("--fallback", help="Ask for on-demand machines after so long a wait for spot, e.g. 10m (default off).")
+@click.option("--prices", help="File of what machines cost (CSV, JSON, Parquet): the cost is shown while it runs.")
+@click.option("--budget", type=float, help="USD: suspend the job before it has spent more (needs --prices).")
 @click.option("--stabilization", help="Capacity that is back counts after so long (default 10s).")
 @click.option(
     "--logical-workers", type=int, help="allreduce: parts of every batch, on any number of workers: same bits."
@@ -149,8 +151,9 @@ def suspend(run_dir: Path) -> None:
 
 @cli.command()
 @RUN_DIR
+@click.option("--budget", type=float, help="USD that the job may spend from now on in all; 0: any sum.")
 @click.option("--no-display", is_flag=True, help="Plain lines even on a terminal.")
-def unsuspend(run_dir: Path, no_display: bool) -> None:
+def unsuspend(run_dir: Path, budget: float | None, no_display: bool) -> None:
     """Have a suspended job go on, here, in the same run directory (everstep resume begins a new run)."""
     from everstep.cli.suspend import unsuspend as unsuspend_job
 
@@ -159,7 +162,7 @@ def unsuspend(run_dir: Path, no_display: bool) -> None:
 
         cluster_job.suspend(run_dir, False)
         return
-    raise SystemExit(unsuspend_job(run_dir, live=not no_display))
+    raise SystemExit(unsuspend_job(run_dir, not no_display, budget))
 
 
 @cli.command()

@@ -25,7 +25,7 @@ from everstep.config.capacity import parse_capacity
 from everstep.config.load import check_policy_module, check_script, load_spec, new_run_dir, read_spec, save_spec
 from everstep.config.spec import JobSpec
 from everstep.errors import ConfigError, EverstepError, StorageError
-from everstep.model.capacity import Market
+from everstep.model.capacity import Market, Offer, offer_words
 from everstep.model.job_view import JobView
 from everstep.net.messages import GetStatus
 from everstep.net.sockets import listen_tcp, parse_host_port
@@ -66,6 +66,7 @@ def run_job(config: Path | None, flags: Mapping[str, Any], live: bool) -> int:
         spec = traced(spec)
     if spec.nodes > 1 and not spec.bind:
         spec = msgspec.structs.replace(spec, bind="0.0.0.0:0")
+    spec = priced(spec)
     check_policy_module(spec.policy, script.parent)
     name = spec.name if origins.get("name") != "default" else job_name(script)
     to = absolute(spec.checkpoint_to) if spec.checkpoint_to else ""
@@ -86,6 +87,24 @@ def traced(spec: JobSpec) -> JobSpec:
     path = Path(absolute(parse_capacity(spec.capacity).rest))
     read_trace(path)
     return msgspec.structs.replace(spec, capacity=f"trace:{path}", bind=spec.bind or "127.0.0.1:0")
+
+
+def priced(spec: JobSpec) -> JobSpec:
+    """Return the spec with the place of its prices, which can be read. Say so if the budget is small, or the first
+    machine has no price. Raise ConfigError."""
+    if not spec.prices:
+        return spec
+    from everstep.monitor.price_files import read_prices
+
+    path = absolute(spec.prices)
+    usd, _ = read_prices(Path(path)).price(spec.hardware, spec.zone, Market(spec.market), time.time())
+    kind = offer_words(Offer(spec.hardware, spec.zone, Market(spec.market)))
+    if usd is None and spec.hardware:  # (else its class is found out, and its price with it)
+        print(f"everstep: prices {path!r} has none for the first machine ({kind}): what it costs is not counted")
+    elif usd is not None and 0 < spec.budget < usd:
+        words = f"budget = {spec.budget:g} USD: less than one hour of the first machine ({kind}, {usd:g} USD/h)"
+        print(f"everstep: {words}: the job is suspended within {3600 * spec.budget / usd:.0f} s")
+    return msgspec.structs.replace(spec, prices=path)
 
 
 def absolute(url: str) -> str:

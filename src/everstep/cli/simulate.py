@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from everstep.cli.cost import parse_at, read_prices
+from everstep.cli.cost import parse_at
 from everstep.config.capacity import parse_capacity
 from everstep.config.every import parse_every
 from everstep.config.load import check_spec, load_spec
@@ -22,6 +22,7 @@ from everstep.config.spec import JobSpec
 from everstep.errors import ConfigError
 from everstep.model.capacity import Market, Offer
 from everstep.monitor.node_costs import HOUR_S, Costs, reckon
+from everstep.monitor.price_files import read_prices
 from everstep.monitor.prices import PriceBook
 from everstep.platforms.trace_capacity import read_trace
 from everstep.platforms.traces import Trace, TraceError, price_class

@@ -6,10 +6,11 @@ import time
 from pathlib import Path
 
 import click
+import msgspec
 
 from everstep.agent.rundir import RunDirLock, in_use, remove_sockets
 from everstep.brain.events import SuspendAsked
-from everstep.cli.display import read_summary
+from everstep.cli.display import JobSummary, read_summary
 from everstep.cli.link import ask_master, ask_view
 from everstep.cli.status import is_suspended, need_running
 from everstep.config.spec import JobSpec
@@ -60,9 +61,10 @@ def _gave_up(now: SupervisionView | None, before: SupervisionView | None) -> boo
     return before is None or now.suspensions == before.suspensions
 
 
-def unsuspend(run_dir: Path, live: bool) -> int:
+def unsuspend(run_dir: Path, live: bool, budget: float | None = None) -> int:
     """Have a suspended job go on, here; the exit code of ``everstep``. If an ``everstep run`` waits for capacity, it
-    goes on there. Raises ConfigError: the job is not suspended."""
+    goes on there. ``budget``: USD, in place of the job's own. Raises ConfigError: the job is not suspended, or would be
+    again at once."""
     from everstep.cli.run import home_files, run_terms
     from everstep.config.load import check_script, read_spec
 
@@ -71,6 +73,10 @@ def unsuspend(run_dir: Path, live: bool) -> int:
     if in_use(run_dir):
         if summary is None or not summary.is_suspended:
             raise ConfigError(f"run directory {run_dir}: this job is running")
+        if budget is not None:
+            raise ConfigError(
+                f"run directory {run_dir}: its everstep run waits for capacity: end it, then give --budget"
+            )
         write_unsuspension(run_dir, Unsuspension(number=summary.suspensions, reason=BY_HAND))
         click.echo("the job goes on where everstep run waits for capacity")
         return 0
@@ -83,9 +89,27 @@ def unsuspend(run_dir: Path, live: bool) -> int:
     check_script(spec.script)
     with RunDirLock.take(run_dir):
         remove_sockets(run_dir)
+        spec = with_budget(spec, run_dir, summary, budget)
         go_on(run_dir, summary.suspensions, BY_HAND)
         spec, files = home_files(spec, run_dir)
         return run_terms(spec, run_dir, live, lambda: None, files)
+
+
+def with_budget(spec: JobSpec, run_dir: Path, summary: JobSummary, budget: float | None) -> JobSpec:
+    """Return the spec with another budget, and leave it in the run directory. Raise ConfigError: the job was suspended
+    for its budget, and no larger one is given; or the budget is none."""
+    from everstep.config.load import check_spec, read_origins, save_spec
+
+    new = spec if budget is None else msgspec.structs.replace(spec, budget=budget)
+    check_spec(new)
+    if summary.budget_asked and 0 < new.budget <= spec.budget:
+        raise ConfigError(
+            f"run directory {run_dir}: {summary.spent_usd or 0.0:.4f} USD of budget={spec.budget:g} are spent: give a "
+            "larger one, everstep unsuspend RUN_DIR --budget USD (0: any sum)"
+        )
+    if new is not spec:
+        save_spec(run_dir, new, {**read_origins(run_dir), "budget": "everstep unsuspend --budget"})
+    return new
 
 
 def go_on(run_dir: Path, number: int, reason: str) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from everstep.model.job_view import (
     CheckpointView,
+    CostView,
     EpochView,
     GroupView,
     JobView,
@@ -239,6 +240,14 @@ def supervision_text(found: SupervisionView, at: float) -> str:
     return "; ".join(parts)
 
 
+def cost_text(found: CostView) -> str:
+    """Return ``12.40 USD of 100 for 31.0 node-hours, 0.918 USD/h; suspended in 95:25:00 at this rate``."""
+    budget = f" of {found.budget:g}" if found.budget else ""
+    words = f"cost: {found.usd:.4f} USD{budget} for {found.node_hours:.2f} node-hours, {found.usd_per_hour:.4g} USD/h"
+    words += f"; {found.unknown_node_hours:.2f} node-hours have no price" if found.unknown_node_hours else ""
+    return words + (f"; suspended in {clock(found.left_s)} at this rate" if found.left_s >= 0 else "")
+
+
 def progress_line(view: JobView) -> str:
     """Return one plain line for a log."""
     parts = []
@@ -280,6 +289,8 @@ def fact_lines(view: JobView) -> Iterator[tuple[str, bool]]:
         yield protection_text(view.protection), bool(view.protection.less or view.protection.none)
     if view.checkpoint is not None:
         yield checkpoint_text(view.checkpoint, view.at), False
+    if view.cost is not None:
+        yield cost_text(view.cost), bool(view.cost.unknown_node_hours)
     if view.plan is not None:
         yield plan_text(view.plan), bool(view.plan.disabled)
     if survived := survived_text(view):

@@ -69,6 +69,7 @@ _RANGES: Final[dict[str, tuple[float, float]]] = {
     "min_ps": (1, MEMBERS_MAX),
     "max_ps": (0, MEMBERS_MAX),
     "fail_tolerance": (-1, 1_000_000),
+    "budget": (0.0, 1e9),
     "logical_workers": (0, 100_000),
     "processes_per_worker": (1, 1024),
     "stages": (1, 1024),
@@ -272,6 +273,8 @@ def _check_supervision(spec: JobSpec, at: Mapping[str, str]) -> None:
     if stable_s > 86_400:
         raise ConfigError(f"{where}: at most a day")
     _check_reliable(spec, at)
+    if spec.budget and not spec.prices:
+        raise ConfigError(f"budget = {spec.budget:g}{at['budget']}: nobody knows what machines cost; give prices")
     if spec.on_wait_timeout != "suspend" and spec.max_wait == "off":
         raise ConfigError(
             f"on_wait_timeout = {spec.on_wait_timeout!r}{at['on_wait_timeout']}: the job waits for ever; give max_wait"

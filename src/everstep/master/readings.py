@@ -71,6 +71,8 @@ class SummaryFile(msgspec.Struct, kw_only=True):
     suspensions: int = 0  # of the job so far
     suspended: str = ""  # why it is suspended; "": it is not
     by_itself: bool = False  # it is suspended because of who was there: it goes on when capacity is back
+    spent_usd: float | None = None  # None: the job has no prices
+    budget_asked: bool = False  # it was asked to be suspended for its budget
     stages: tuple[StageChange, ...] = ()  # its last changes of state
 
 

@@ -69,6 +69,7 @@ from everstep.machines.causes import Causes
 from everstep.machines.dispatch import BrainError, Dispatch, Handled
 from everstep.master.checkpoints import CheckpointController
 from everstep.master.confirm import Confirmations
+from everstep.master.costs import CostController
 from everstep.master.fault_injection import FaultInjector
 from everstep.master.hangs import Hangs
 from everstep.master.hot import HotPartitionController
@@ -194,6 +195,7 @@ class Master:
             tell=self._tell,
             made=lambda: self._from_thread(self.policy.tick, self.clock.now()),
         )
+        self.costs = CostController(self.brain, spec, self._tell, self._note) if spec.prices else None
         self._counted: dict[Key, float] = {}
         self.metrics = MetricsServer(spec.metrics, run_dir, self._page) if spec.metrics else None
         self.faults = FaultInjector(self.brain, self._reach, self._reach_agent, self._note)
@@ -340,6 +342,8 @@ class Master:
         self._failures_running = 0
         self.journal.maybe_snapshot(self.brain)
         self._undurable.append((handled, future))
+        if self.costs is not None:
+            self.costs.take(handled.event)
         self.step_schedules.handled()
 
     def _failed_on(self, error: BrainError, future: asyncio.Future[Answer] | None) -> None:
@@ -629,6 +633,7 @@ class Master:
             hardware=self.observer.hardware,
             master_pid=os.getpid(),
             finishing=self._finish is not None,
+            cost=self.costs.view(at) if self.costs is not None else None,
         )
         seen = None
         if speed:
@@ -667,6 +672,8 @@ class Master:
             self.confirmations.tick(at)
             self.hot.tick(at)
             self.policy.tick(at)
+            if self.costs is not None:
+                self.costs.tick(at)
             if at - metrics_at >= METRICS_S and self._finish is None:
                 metrics_at = at
                 self._check_fence()
@@ -691,6 +698,8 @@ class Master:
         if self._finish is None:
             self._finish = finish
             self._finished_at = self.clock.now()
+            if self.costs is not None:
+                self.costs.end(self._finished_at)
             self._write_summary()
             self._finishing = asyncio.create_task(self._wait_for_ps())
 
@@ -703,7 +712,11 @@ class Master:
 
     def _write_summary(self) -> None:
         try:
-            data = msgspec.json.format(msgspec.json.encode(self.readings.summary(self.brain, self._finished_at)))
+            summary = self.readings.summary(self.brain, self._finished_at)
+            if self.costs is not None:
+                cost = self.costs.view(self._finished_at)
+                summary.spent_usd, summary.budget_asked = cost.usd, self.costs.asked
+            data = msgspec.json.format(msgspec.json.encode(summary))
             write_atomic(self.run_dir / "summary.json", data + b"\n")
         except PlatformError as error:
             logger.warning("%s", error)

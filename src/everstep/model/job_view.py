@@ -302,6 +302,25 @@ class SupervisionView(msgspec.Struct, frozen=True, kw_only=True):
     stages: tuple[StageView, ...] = ()
 
 
+class CostView(msgspec.Struct, frozen=True):
+    """Shows what the job costs (``--prices``).
+
+    - ``usd``: spent until now, without machines of unknown price [USD]
+    - ``usd_per_hour``: that the machines cost that it has now [USD/hour]
+    - ``node_hours``: that were paid [node-hours]
+    - ``unknown_node_hours``: of these, without a price [node-hours]
+    - ``budget``: that it may spend; 0: any sum [USD]
+    - ``left_s``: until it is suspended at this rate; -1: never, or not known [seconds]
+    """
+
+    usd: float = 0.0
+    usd_per_hour: float = 0.0
+    node_hours: float = 0.0
+    unknown_node_hours: float = 0.0
+    budget: float = 0.0
+    left_s: float = -1.0
+
+
 class ProcessCounters(msgspec.Struct, frozen=True, kw_only=True):
     """Has what one process has counted since it began, by its last beat; None: it has not said. They begin anew with
     each incarnation.
@@ -419,6 +438,7 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True, tag="job_view"):
     - ``plan``: None: no policy has wanted anything so far [plans]
     - ``speed``: None: it was not asked for [members]
     - ``supervision``: the state of the job, and for whom it waits [states]
+    - ``cost``: None: the job has no prices [costs]
     """
 
     job: str
@@ -448,3 +468,4 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True, tag="job_view"):
     plan: PlanView | None = None
     speed: SpeedView | None = None
     supervision: SupervisionView | None = None
+    cost: CostView | None = None

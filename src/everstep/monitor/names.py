@@ -51,6 +51,9 @@ METRICS: tuple[Metric, ...] = (
         "supervision.seconds{state}",
     ),
     Metric("everstep_job_suspensions_total", "counter", (), "How often it was suspended.", "supervision.suspensions"),
+    Metric("everstep_cost_usd_total", "counter", (), "Spent so far, by --prices.", "cost.usd"),
+    Metric("everstep_cost_usd_per_hour", "gauge", (), "What the machines cost that it has now.", "cost.usd_per_hour"),
+    Metric("everstep_cost_budget_usd", "gauge", (), "What it may spend; 0: any sum.", "cost.budget"),
     Metric("everstep_members", "gauge", ("role", "state"), "Workers and ps by state.", "members[]"),
     Metric(
         "everstep_members_wanted", "gauge", ("role",), "How many workers and ps the job wants.", "members_wanted{role}"

@@ -85,6 +85,15 @@ class PriceBook:
         times.append(row.at)
         self._usd.setdefault(key, []).append(row.usd)
 
+    def price(self, hardware: str, zone: str, market: Market, at: float) -> tuple[float | None, float]:
+        """Return the price at ``at`` (None: not known), and until when it holds (infinity: for good)."""
+        key = (hardware, zone, market)
+        if key not in self._times:
+            key = (hardware, "", market)
+        times, usd = self._times.get(key, []), self._usd.get(key, [])
+        i = bisect_right(times, at)
+        return (usd[i - 1] if i else None), (times[i] if i < len(times) else math.inf)
+
     def spans(self, hardware: str, zone: str, market: Market, begin: float, end: float) -> list[PriceSpan]:
         """Return the prices from ``begin`` to ``end``, without holes: a time without a price has None."""
         key = (hardware, zone, market)

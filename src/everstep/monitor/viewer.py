@@ -16,6 +16,7 @@ from everstep.brain.members import SlotRecord
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.job_view import (
     CheckpointView,
+    CostView,
     EpochView,
     GroupView,
     JobView,
@@ -66,6 +67,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     hardware: Mapping[NodeId, str] = {}
     master_pid: int = 0
     finishing: bool = False
+    cost: CostView | None = None
 
 
 def make_job_view(brain: Brain, at: float, measured: Measured = Measured(), speed: SpeedView | None = None) -> JobView:
@@ -100,6 +102,7 @@ def make_job_view(brain: Brain, at: float, measured: Measured = Measured(), spee
         plan=plan_view(brain),
         speed=speed,
         supervision=supervision_view(brain, at),
+        cost=measured.cost,
     )
 
 

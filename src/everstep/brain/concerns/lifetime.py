@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import cast
 
 from everstep.brain.concerns.concern import OK, Concern, Handlers, Inputs, Out
-from everstep.brain.events import Event, FinishJob, MasterStarted, Note, Refused, RemarkMade, Reply
+from everstep.brain.events import Event, FinishJob, MasterStarted, Note, Refused, RemarkMade, Reply, SpendingNoted
 from everstep.model.decision import Decision
 
 
@@ -18,6 +18,7 @@ class LifetimeConcern(Concern):
         return {
             MasterStarted: self._master_started,
             RemarkMade: self._remark_made,
+            SpendingNoted: self._spending_noted,
         }
 
     def _master_started(self, e: MasterStarted, told: Event) -> Out:
@@ -56,6 +57,10 @@ class LifetimeConcern(Concern):
         if job.over:
             out.append(FinishJob(cast(int, job.exit_code), job.error))
         return out
+
+    def _spending_noted(self, e: SpendingNoted, told: Event) -> Out:
+        self.state.spent = e.spent
+        return []
 
     def _remark_made(self, e: RemarkMade, told: Event) -> Out:
         if self.job.over:
