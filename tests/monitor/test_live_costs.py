@@ -35,7 +35,7 @@ from everstep.monitor.live_costs import LiveCosts
 from everstep.monitor.node_costs import reckon
 from everstep.monitor.prices import parse_prices
 from everstep.monitor.spending import read_spending
-from everstep.policies.budget import LEAST_S, seconds_left, suspend_takes_s
+from everstep.policies.job_budget import LEAST_S, seconds_left, suspend_takes_s
 from everstep.policies.node_selection import HOME_NODE
 
 BEGAN, HOUR_S = 1000.0, 3600.0

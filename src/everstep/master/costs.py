@@ -18,7 +18,7 @@ from everstep.monitor.live_costs import LiveCosts
 from everstep.monitor.node_costs import HOUR_S
 from everstep.monitor.price_files import read_prices
 from everstep.monitor.prices import PriceBook
-from everstep.policies.budget import seconds_left, suspend_takes_s
+from everstep.policies.job_budget import seconds_left, suspend_takes_s
 
 LOOK_S = 1.0
 NOTE_S = 60.0
@@ -75,9 +75,10 @@ class CostController:
 
     def _say_unknown(self, at: float) -> None:
         if self._unread:
-            words = f"{self._unread}: from now on machines have no price, and no budget is kept"
-            self._note(at, "", Decision("price unknown", words))
-            self._unread = ""
+            if not self._said:
+                words = f"{self._unread}: from now on machines have no price, and no budget is kept"
+                self._note(at, "", Decision("price unknown", words))
+                self._said.add(("", "", ""))
             return
         for machine in self._costs.unknown():
             key = (machine.hardware, machine.zone, machine.market.value)
