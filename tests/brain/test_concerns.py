@@ -75,7 +75,9 @@ def test_only_the_composition_of_concerns_asks_for_the_mode() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and node.attr in ("mode", "replicated"):
                 asks.add(f"{path.relative_to(BRAIN)}: {ast.unparse(node)}")
-    assert asks == {"concerns/composition.py: self.state.job.spec.mode", "policy_control.py: seen.mode"}
+            if isinstance(node, ast.Attribute) and node.attr == "grouped" and "spec" in ast.unparse(node):
+                asks.add(f"{path.relative_to(BRAIN)}: {ast.unparse(node)}")
+    assert asks == {"concerns/composition.py: self.state.job.spec.grouped", "policy_control.py: seen.mode"}
 
 
 def test_all_concerns_are_asked_for_their_invariants(monkeypatch: pytest.MonkeyPatch) -> None:
