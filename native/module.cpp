@@ -8,6 +8,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstring>
 #include <optional>
 #include <string>
@@ -366,6 +367,59 @@ void gather_rows(const Input& rows, const Input& inverse, const Output& out) {
   row_kernels().gather(r, inv, n, dim, o, stride);
 }
 
+// Rows of several pieces of memory, as if they stood one behind the other: piece i begins at row starts[i], and what its
+// last row lacks is zero.
+void gather_pieces(const std::vector<Input>& pieces, const Input& starts, const Input& index, const Output& out) {
+  const int64_t* begins = vec<int64_t>(starts, "starts");
+  const int32_t* at = vec<int32_t>(index, "index");
+  float* o = mat<float>(out, "out");
+  const size_t n = index.shape(0), dim = out.shape(1), n_pieces = pieces.size();
+  if (out.shape(0) != n || dim == 0) malformed("out must be [index, dim]");
+  if (starts.shape(0) != n_pieces || n_pieces == 0) malformed("starts must have one entry per piece");
+  std::vector<const float*> data(n_pieces);
+  std::vector<size_t> sizes(n_pieces);
+  for (size_t i = 0; i < n_pieces; ++i) {
+    if (pieces[i].dtype() != nb::dtype<float>()) malformed("a piece has the wrong dtype");
+    check_dense(pieces[i], "a piece");
+    if (begins[i] < 0 || (i ? begins[i] <= begins[i - 1] : begins[i] != 0))
+      malformed("starts must begin with 0 and rise");
+    data[i] = static_cast<const float*>(pieces[i].data());
+    sizes[i] = pieces[i].size();
+  }
+  nb::gil_scoped_release free;
+  for (size_t k = 0; k < n; ++k) {
+    if (at[k] < 0) malformed("index must not be negative");
+    const size_t i = size_t(std::upper_bound(begins, begins + n_pieces, int64_t(at[k])) - begins) - 1;
+    const size_t from = (size_t(at[k]) - size_t(begins[i])) * dim;
+    if (from && from >= sizes[i]) malformed("index has a row behind the end of its piece");
+    const size_t there = std::min(dim, sizes[i] - from);
+    float* to = o + k * dim;
+    if (there) std::memcpy(to, data[i] + from, there * sizeof(float));
+    std::fill(to + there, to + dim, 0.0F);
+  }
+}
+
+template <class T>
+bool same_items(const Input& a, const int64_t* known) {
+  const auto* data = static_cast<const T*>(a.data());
+  const size_t rows = a.ndim() ? a.shape(0) : 1, cols = a.ndim() > 1 ? a.shape(1) : 1;
+  const int64_t down = a.ndim() ? a.stride(0) : 0, right = a.ndim() > 1 ? a.stride(1) : 0;
+  for (size_t r = 0; r < rows; ++r)
+    for (size_t c = 0; c < cols; ++c)
+      if (int64_t(data[int64_t(r) * down + int64_t(c) * right]) != known[r * cols + c]) return false;
+  return true;
+}
+
+// Whether ids (int64 or int32, at most two dimensions, any strides) are known (int64 [n]), in C order.
+bool same_ids(const Input& ids, const Input& known) {
+  const int64_t* k = vec<int64_t>(known, "known");
+  if (ids.ndim() > 2) malformed("ids must have at most 2 dimensions");
+  if (ids.size() != known.shape(0)) return false;
+  if (ids.dtype() == nb::dtype<int64_t>()) return same_items<int64_t>(ids, k);
+  if (ids.dtype() != nb::dtype<int32_t>()) malformed("ids has the wrong dtype");
+  return same_items<int32_t>(ids, k);
+}
+
 void bag_forward(const Input& rows, const Input& inverse, const std::optional<Input>& offsets, const std::string& mode,
                  const std::optional<Input>& weights, const Output& out) {
   const float* r = mat<float>(rows, "rows");
@@ -480,6 +534,9 @@ NB_MODULE(_native, m) {
         nb::arg("bucket_ps").noconvert(), nb::arg("n_ps") = -1);
   m.def("gather_rows", &gather_rows, nb::arg("rows").noconvert(), nb::arg("inverse").noconvert(),
         nb::arg("out").noconvert());
+  m.def("gather_pieces", &gather_pieces, nb::arg("pieces").noconvert(), nb::arg("starts").noconvert(),
+        nb::arg("index").noconvert(), nb::arg("out").noconvert());
+  m.def("same_ids", &same_ids, nb::arg("ids").noconvert(), nb::arg("known").noconvert());
   m.def("bag_forward", &bag_forward, nb::arg("rows").noconvert(), nb::arg("inverse").noconvert(),
         nb::arg("offsets").noconvert().none(), nb::arg("mode"), nb::arg("weights").noconvert().none(),
         nb::arg("out").noconvert());

@@ -61,6 +61,7 @@ def test_concerns_settle_until_none_of_them_has_anything_to_add(monkeypatch: pyt
     for settles, passes in ((True, 3), (False, 1)):  # (False: what masters of before this release recorded)
         brain, left[0] = begun(SPECS["ps"], settles), 3
         monkeypatch.setattr(type(brain.concerns.placement), "settle", some)
+        brain.concerns.compose()
         assert brain.handle(Event(1.0, MasterStarted(Incarnation(1), SPECS["ps"]))) == [note] * passes
     left[0] = MAX_PASSES + 1
     brain.job.settles = True

@@ -311,3 +311,36 @@ def test_bags(seed: int, bags: int, dim: int, how: str) -> None:
         gathered = np.zeros((bags, dim + 5), np.float32)
         native.gather_rows(rows, inverse, gathered[:, 3 : 3 + dim])
         same(gathered, wide[0])
+
+
+@given(sizes=st.lists(st.integers(0, 23), min_size=1, max_size=5), dim=st.integers(1, 9), seed=st.integers(0, 2**16))
+def test_rows_of_pieces_are_rows_of_what_they_make_together(sizes: list[int], dim: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    pieces = [rng.normal(size=n).astype(np.float32) for n in sizes]
+    rows = [max(1, -(-n // dim)) for n in sizes]
+    whole = np.concatenate([np.pad(p, (0, r * dim - len(p))) for p, r in zip(pieces, rows, strict=True)])
+    index = rng.permutation(sum(rows)).astype(np.int32)
+    out = np.full((len(index), dim), 7, np.float32)
+    native.gather_pieces(pieces, np.cumsum([0, *rows[:-1]]), index, out)
+    same(out, whole.reshape(-1, dim)[index])
+
+
+def test_pieces_that_do_not_fit_are_refused() -> None:
+    one, out = np.zeros(4, np.float32), np.zeros((1, 2), np.float32)
+    for starts, index in (([1], [0]), ([0, 1], [0]), ([0], [2]), ([0], [-1])):
+        with pytest.raises(ValueError):
+            native.gather_pieces([one], np.array(starts), np.array(index, np.int32), out)
+    with pytest.raises(ValueError):
+        native.gather_pieces([one.astype(np.float64)], np.array([0]), np.array([0], np.int32), out)
+
+
+@given(seed=st.integers(0, 2**16), wide=st.booleans(), other=st.booleans())
+def test_ids_are_compared_as_they_lie(seed: int, wide: bool, other: bool) -> None:
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(0, 5, (7, 6)).astype(np.int64 if wide else np.int32)[:, 1:6:2]
+    known = ids.astype(np.int64).reshape(-1)
+    if other:
+        known[rng.integers(0, len(known))] += 1
+    assert native.same_ids(ids, known) is not other
+    assert native.same_ids(ids[:, 0], known[::3].copy()) is not bool((known[::3] != ids[:, 0]).any())
+    assert not native.same_ids(ids[:5], known)

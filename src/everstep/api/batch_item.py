@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from everstep.ids import TableId
+from everstep.native import same_ids
 from everstep.tables.client import Ticket
 from everstep.tables.prefetch import ViewKey
 from everstep.tables.routing import BatchRows, TableRows
@@ -25,7 +26,7 @@ class Known(NamedTuple):
     def shows(self, ids: Tensor) -> bool:
         """Return whether these are the ids still: the script may have written into them."""
         now: NDArray[np.int64] = ids.numpy()
-        return now.size == len(self.ids) and bool((now.reshape(-1) == self.ids).all())
+        return same_ids(now if now.ndim <= 2 else now.reshape(-1), self.ids)
 
 
 class Fetched(NamedTuple):

@@ -353,22 +353,23 @@ class BatchTable(GrowingRows):
     def _take(self) -> Gradient | None:
         self._stepped = True
         self._take_in()
-        if self._carried is None or self._grad() is not None or len(self.keys):
-            self._combine()
-            keys, now = self.keys, self._grad()
-        else:  # no batch is in hand
-            keys, now = self._carried.keys, self._carried.grads
+        keys, now, rows = self.keys, self._grad(), self._rows
+        if self._carried is not None:
+            if now is not None or len(keys):
+                self._combine()
+                keys, now = self.keys, self._grad()
+            else:  # no batch is in hand
+                keys, now = self._carried.keys, self._carried.grads
         if now is None:
             return None
-        rows, numbers = self._rows, _numbers(now)
         if self.zero_padding and not (keep := keys != self.padding).all():
-            return Gradient(keys[keep], numbers[keep], None)
+            return Gradient(keys[keep], _numbers(now)[keep], None)
         lies = self._lent and not now.is_sparse and now.data_ptr() == self._lent_at and now.is_contiguous()
-        if rows is None or not lies or self._exposed or numbers.shape != rows.grads.shape:
-            return Gradient(keys, numbers, None)
-        self._carried = Carried(self.keys.copy(), now, True)
+        if rows is None or not lies or self._exposed or tuple(now.shape) != rows.grads.shape:
+            return Gradient(keys, _numbers(now), None)
+        self._carried = Carried(keys.copy(), now, True)
         self._put_grad(None)
-        return Gradient(self.keys, rows.grads, rows)
+        return Gradient(keys, rows.grads, rows)
 
 
 def _numbers(grads: Tensor) -> NDArray[np.float32]:

@@ -23,7 +23,7 @@ from everstep.errors import ScriptError
 from everstep.ids import TableId
 from everstep.model.table import Rate
 from everstep.monitor.stepclock import StepClock
-from everstep.native import gather_rows, isfinite_all
+from everstep.native import gather_pieces, gather_rows, isfinite_all
 from everstep.tables.computed_step import StepPayload, put_rows
 from everstep.tables.routing import BatchRows, Router, TableRows
 
@@ -120,6 +120,11 @@ class PsGradients:
         out, holders, _, rates = captured
         self._declare_thawed(optimizer)
         for group in optimizer.groups:
+            if (pieces := group.pieces()) is not None:
+                rates[group.spec.id] = group.twin.rate()
+                out.append(rows := self._new_rows(group, router, holders))
+                gather_pieces(pieces, group.row_starts, group.order(router).index, rows.grads)
+                continue
             dense = group.gradient()
             if dense is None:
                 continue
@@ -157,9 +162,13 @@ class PsGradients:
         self, group: FlatGroup, grads: NDArray[np.float32], router: Router, holders: list[BatchRows]
     ) -> TableRows:
         """Return a copy of the gradients of all rows of a group, where they can be pushed from."""
-        order = group.order(router)
-        (rows,) = self._batch(router, holders).add([order.found], values=False)
-        gather_rows(grads, order.index, rows.grads)
+        rows = self._new_rows(group, router, holders)
+        gather_rows(grads, group.order(router).index, rows.grads)
+        return rows
+
+    def _new_rows(self, group: FlatGroup, router: Router, holders: list[BatchRows]) -> TableRows:
+        """Return memory for the gradients of all rows of a group, to be pushed from."""
+        (rows,) = self._batch(router, holders).add([group.order(router).found], values=False)
         rows.touched = True
         return rows
 

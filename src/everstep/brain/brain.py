@@ -57,8 +57,8 @@ class Brain:
 
     def handle(self, event: Event) -> list[InstructionType]:
         """Take one event in; return what to do, a ``Reply`` (if any) first."""
-        for concern in self.concerns.settling:
-            concern.before(event)
+        for look in self.concerns.looking:
+            look(event)
         handler = self.concerns.handlers.get(type(event.fact))
         if handler is None:
             kind = event.fact.__struct_config__.tag
@@ -70,11 +70,13 @@ class Brain:
 
     def _settle(self, event: Event, out: list[InstructionType]) -> None:
         """Ask all concerns what follows, until none of them has anything to add."""
+        settling = self.concerns.settling
         for _ in range(MAX_PASSES):
             before = len(out)
-            for concern in self.concerns.settling:
-                out += concern.settle(event, out)
-            if len(out) == before or not self.job.settles:
+            for settle in settling:
+                if more := settle(event, out):
+                    out += more
+            if len(out) == before or not self.state.job.settles:
                 return
         kind, last = type(event.fact).__name__, out[-1]
         raise RuntimeError(f"bug in everstep: after {kind} the brain does not settle in {MAX_PASSES} passes: {last}")

@@ -142,8 +142,12 @@ class Dataset(msgspec.Struct):
 
     def open_epochs(self, until_epoch: int) -> Iterator[Epoch]:
         """Yield epochs below ``until_epoch`` that have work. One that has not begun waits for all before it."""
+        if not self.reopened:  # nearly always
+            if (newest := self.newest) < until_epoch:
+                yield self.epoch(newest)
+            return
         for number in (*self.reopened, self.newest):
-            if number >= until_epoch or (self.reopened and number == len(self.epochs)):
+            if number >= until_epoch or number == len(self.epochs):
                 return
             yield self.epoch(number)
 
@@ -222,8 +226,9 @@ class ShardRecords(msgspec.Struct):
         """Return whether nothing is left to compute in the epochs below ``until_epoch``."""
         if dataset.current >= until_epoch:
             return True
-        below = dataset.epochs[:until_epoch]
-        return len(below) == until_epoch and all(self.settled(dataset, e) for e in below if not e.finished)
+        if len(dataset.epochs) < until_epoch:
+            return False
+        return all(self.settled(dataset, e) for e in dataset.epochs[:until_epoch] if not e.finished)
 
     def can_adopt(self, lease: Lease) -> bool:
         """Whether a lease that a worker tells of may be taken as granted though it is not in the state: its shard

@@ -46,7 +46,7 @@ from everstep.brain.events import (
     SuspendAsked,
 )
 from everstep.brain.policy_control import line
-from everstep.ids import PartitionId, ShardKey, Slot
+from everstep.ids import PartitionId, ShardKey
 from everstep.model.member import Role
 from everstep.model.reasons import CheckpointReason
 from everstep.model.shard import split_key
@@ -391,7 +391,8 @@ def refused(brain: Brain, who: Sender, request: wire.RequestType) -> AnswerType 
 
 def _never_given(brain: Brain, who: Sender) -> str:
     """An incarnation is what the master gave: a later one than it knows is nobody's."""
-    record = brain.members.of(Role(who.role)).get(Slot(who.slot))
+    members = brain.members
+    record = (members.workers if who.role == "worker" else members.servers).get(who.slot)
     if record is not None and who.incarnation > record.member.incarnation:
         return f"{who} was never started: {who.role}:{who.slot} is at #{record.member.incarnation}"
     return ""

@@ -10,6 +10,9 @@ Worker side, on one batch of one table (``u`` distinct keys, ``n`` ids, ``b`` ba
   (``partition_ps[b]`` is the rank of partition b's ps; -1: as many as the largest rank says), within a ps by ascending
   partition, so that each ps gets one stretch in the order that ``Store`` wants.
 - ``gather_rows(rows f32[u, dim], inverse, out f32[n, dim])``.
+- ``gather_pieces(pieces f32[...], starts i64[pieces], index i32[n], out f32[n, dim])``: rows of arrays that stand one
+  behind the other, the first row of each by ``starts``; zero behind the end of a piece.
+- ``same_ids(ids i64 or i32, known i64[n])``: whether ids of any strides (at most two dimensions) equal known ones.
 - ``bag_forward(rows, inverse, offsets i64[b + 1] | None, "sum" | "mean", weights f32[n] | None, out f32[b, dim])``;
   ``offsets`` None: every id is its own bag (b == n). An empty bag is 0. Weights go with "sum" only.
 - ``bag_backward(grad_out f32[b, dim], inverse, offsets, mode, weights, u, out f32[u, dim], add=False)``: the gradient
@@ -42,10 +45,12 @@ from everstep.native._native import (
     bag_backward,
     bag_forward,
     crc32c,
+    gather_pieces,
     gather_rows,
     hear,
     isa,
     isfinite_all,
+    same_ids,
     sum_bits,
     talk,
     tell,
@@ -79,11 +84,13 @@ __all__ = [
     "check_options",
     "check_spec",
     "crc32c",
+    "gather_pieces",
     "gather_rows",
     "hear",
     "isa",
     "isfinite_all",
     "mix64",
+    "same_ids",
     "sum_bits",
     "talk",
     "tell",

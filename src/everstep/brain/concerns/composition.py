@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from everstep.brain.brain_state import State
 from everstep.brain.concerns.chief import ChiefConcern
-from everstep.brain.concerns.concern import Concern, Handlers
+from everstep.brain.concerns.concern import Concern, Handlers, Out
 from everstep.brain.concerns.datasets import DatasetConcern
 from everstep.brain.concerns.ending import EndingConcern
 from everstep.brain.concerns.fallback import FallbackConcern
@@ -23,6 +25,7 @@ from everstep.brain.concerns.ps_slots import PsSlotConcern
 from everstep.brain.concerns.saving import SavingConcern
 from everstep.brain.concerns.supervisor import SupervisorConcern
 from everstep.brain.concerns.training import GroupTraining, LeaseTraining, Training
+from everstep.brain.events import Event
 
 
 class Concerns:
@@ -39,6 +42,7 @@ class Concerns:
         "groups",
         "handlers",
         "lifetime",
+        "looking",
         "losses",
         "members",
         "nodes",
@@ -54,7 +58,8 @@ class Concerns:
     )
 
     all: tuple[Concern, ...]
-    settling: tuple[Concern, ...]
+    settling: tuple[Callable[[Event, Out], Out], ...]
+    looking: tuple[Callable[[Event], None], ...]
     handlers: Handlers
     training: Training
     placement: PlacementConcern
@@ -97,4 +102,5 @@ class Concerns:
         data = (self.datasets, self.chief, self.saving, self.plans, self.ending, self.supervisor)
         self.all = (*first, self.training, self.placement, *last, self.lifetime, *members, *data)
         self.handlers = {kind: handler for concern in self.all for kind, handler in concern.handlers().items()}
-        self.settling = tuple(c for c in self.all if type(c).settle is not Concern.settle)
+        self.settling = tuple(c.settle for c in self.all if type(c).settle is not Concern.settle)
+        self.looking = tuple(c.before for c in self.all if type(c).before is not Concern.before)
