@@ -231,6 +231,7 @@ _OF_SHARDED = (
     ("not supported for tensor subclasses", "read what is sharded by its full_tensor()"),
     ("sharding strategy registered", "edit what is sharded by its to_local(), or make it whole by full_tensor()"),
     ("not have been used in the graph", "torch.autograd.grad does not reach sharded parameters: use loss.backward()"),
+    ("would remove or reshape sharded dimension", "reshape what is sharded by its to_local(), or its full_tensor()"),
     ("FSDP expects uniform original parameter dtype", "call fully_shard for the modules of each dtype first"),
     (
         "are out of bounds for storage of size 0",

@@ -37,7 +37,7 @@ from everstep.allreduce.outside import Outside
 from everstep.allreduce.reducer import ReducedStep, Reducer
 from everstep.allreduce.replica_group import Unit
 from everstep.allreduce.rollback import SavedScript
-from everstep.allreduce.sharded import ShardedReducer
+from everstep.allreduce.sharded import ShardedReducer, refuse_replaced
 from everstep.allreduce.step import Collective, GroupSession, LeaveJob, StepAttempt, StepTables, VoteOutcome
 from everstep.allreduce.warm_up import warm_up
 from everstep.config.spec import JobSpec
@@ -85,6 +85,8 @@ class PlacedTables(StepTables, Protocol):
     """Is the tables, as the master's orders steer them (from other threads)."""
 
     def placed(self, placement: Placement) -> None: ...
+
+    def check_state(self, optimizer: Any) -> None: ...
 
     def fail(self, error: EverstepError) -> None: ...
 
@@ -348,6 +350,8 @@ class GroupEngine:
             self._reducer.close()
         trained, labels = [p for _, p in params], [n for n, _ in params]
         before = self._reducer
+        if self.sharded and before is None:
+            refuse_replaced(self.models, lambda: self._in_script)
         self._reducer = self._make_reducer(trained, labels)
         self._reducer.clock = self.clock
         self._reducer.sweeps = self.tables is None
@@ -1028,6 +1032,10 @@ class GroupEngine:
                     f"opt.add_param_group in the loop: a parameter of shape {tuple(p.shape)} that no model had when "
                     "job.steps() began: nobody else would have it; build it before, with requires_grad_(False)"
                 )
+
+    def check_state(self, optimizer: GroupOptimizer) -> None:
+        if self.tables is not None:
+            self.tables.check_state(optimizer)
 
     def _check_scaler(self, frame: Any) -> None:
         for _ in range(8):

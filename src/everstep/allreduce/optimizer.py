@@ -24,6 +24,10 @@ class GroupStepper(Protocol):
         """ScriptError: these parameters cannot be trained from here on."""
         ...
 
+    def check_state(self, optimizer: GroupOptimizer) -> None:
+        """ScriptError: a saved state with momenta cannot be given to this optimizer."""
+        ...
+
 
 class GroupOptimizer(torch.optim.Optimizer):
     """Stands for ``inner``: the same parameter groups and state. ``step`` does nothing in iterations that do not
@@ -116,7 +120,15 @@ class GroupOptimizer(torch.optim.Optimizer):
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Do as ``inner`` does. Its groups stay the objects that they are: what tables go by is looked up there."""
+        if any(one for one in state_dict["state"].values()):
+            self._stepper.check_state(self)
+        known = list(self.inner.param_groups)
         self.inner.load_state_dict(state_dict)
+        for group, loaded in zip(known, self.inner.param_groups, strict=True):
+            group.clear()
+            group.update(loaded)
+        self.inner.param_groups = known
         self._share()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

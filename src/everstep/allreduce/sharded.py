@@ -11,6 +11,7 @@ it is the whole one: the same state, whatever number of processes a worker has.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, cast
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from everstep.allreduce.dtensor import local, settle, sharded_as
 from everstep.allreduce.replica_group import Unit
@@ -49,6 +51,27 @@ def check_model(model: nn.Module, unit: Unit, mesh: Any) -> bool:
     if (found or unit.size > 1) and plain:
         raise ScriptError(f"job.replicate: parameter {plain!r} is not sharded: {wanted}")
     return found
+
+
+def refuse_replaced(models: Sequence[nn.Module], in_loop: Callable[[], bool]) -> None:
+    """From now on a module of ``models`` is refused another parameter in the loop: FSDP would put its own back behind
+    the next pass, and what was assigned would be gone."""
+    own = {id(module) for model in models for module in model.modules()}
+
+    def assigned(module: nn.Module, name: str, parameter: Any) -> None:
+        if id(module) not in own or not in_loop():
+            return
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("torch.nn."):
+            frame = frame.f_back
+        if frame.f_globals.get("__name__", "").startswith("torch."):  # FSDP itself
+            return
+        raise ScriptError(
+            f"{type(module).__name__}.{name} = nn.Parameter(...) in the loop: the parameter is sharded over the "
+            "worker's processes, and FSDP would put its own back; write new values by copy_ under torch.no_grad()"
+        )
+
+    register_module_parameter_registration_hook(assigned)
 
 
 # ---------------------------------------------------------------- gradients

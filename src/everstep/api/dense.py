@@ -57,6 +57,7 @@ class FlatGroup:
             name, dim, optimizer, InitSpec(), rows=self.n_rows, dense=True, parameters=shapes, aligned=True
         )
         self.flat = torch.zeros(self.n_rows * dim)
+        self.row_starts = np.array(self.starts, np.int64) // dim
         self._scratch = torch.zeros(self.n_rows * dim)
         self._order: DenseOrder | None = None
         self._digest: int | None = None  # None: nobody has seen the values of the ps yet
@@ -223,6 +224,18 @@ class DenseGroup(FlatGroup):
     def has_grad(self) -> bool:
         return any(p.grad is not None for p in self.params)
 
+    def pieces(self) -> list[NDArray[np.float32]] | None:
+        """Return the gradients of all parameters where they lie; None: some have none, or not as the ps takes it."""
+        found: list[NDArray[np.float32]] = []
+        if self.twin.maximize:
+            return None
+        for p in self.params:
+            grad = p.grad
+            if grad is None or grad.is_sparse or grad.dtype != torch.float32 or not grad.is_contiguous():
+                return None
+            found.append(grad.detach().numpy())
+        return found or None
+
     def gradient(self) -> DenseGradient | None:
         """Return the gradients of all parameters that have one; None: none has. Valid until the next call."""
         with_grad = [i for i, p in enumerate(self.params) if p.grad is not None]
@@ -262,6 +275,12 @@ class DenseGroup(FlatGroup):
             for one in out:
                 one.setdefault("step", torch.tensor(0.0))  # without lr_decay the ps does not count them
         return out
+
+
+NO_STATE = (
+    "{}: the saved state has momenta of an optimizer, which the ps can not be given: go on by everstep resume, begin "
+    "with a fresh optimizer (leave the state out), or train with --mode allreduce"
+)
 
 
 class PsStepper(Protocol):
@@ -379,10 +398,11 @@ class PsOptimizer(torch.optim.Optimizer):
         return {"state": state, "param_groups": packed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the options (learning rates, ...) of a saved state. Raises ScriptError where groups differ.
-
-        The state itself (momenta) begins anew: the ps has no way to be given it."""
+        """Take the options (learning rates, ...) of a saved state. Raises ScriptError where groups differ, and where
+        there is state (momenta): the ps has no way to be given it."""
         saved = state_dict["param_groups"]
+        if any(one for one in state_dict["state"].values()):
+            raise ScriptError(NO_STATE.format("opt.load_state_dict"))
         if [len(g["params"]) for g in saved] != [len(g["params"]) for g in self.param_groups]:
             raise ScriptError("the saved optimizer state has other parameter groups than this optimizer")
         for group, values in zip(self.param_groups, saved, strict=True):

@@ -111,6 +111,10 @@ class TableFiring:
                 "optimizer that shall step it (model.parameters() has it after job.sparse)"
             )
 
+    def goes_by(self, optimizer: Any) -> bool:
+        """Return whether some table goes by all options of ``optimizer``, and has its state on the ps."""
+        return any(held.optimizer is optimizer and held.twin is not None for held in self._held)
+
     def all_fired(self) -> list[HeldTable]:
         """Return the tables that steps of all optimizers fire."""
         return [held for optimizer in self._given for held in self.fired(optimizer)]

@@ -29,6 +29,7 @@ from everstep.allreduce.state import bit_sum
 from everstep.allreduce.step import Collective, GroupWork, StepAttempt, VoteOutcome
 from everstep.api.batch_item import BatchItem
 from everstep.api.carried_rows import CarriedRows, left_out
+from everstep.api.dense import NO_STATE
 from everstep.api.firing import TableFiring
 from everstep.api.group_push_driver import GroupPushDriver
 from everstep.api.iteration_steps import IterationSteps
@@ -247,6 +248,11 @@ class GroupTables:
 
     def hold(self, optimizer: Any, inner: torch.optim.Optimizer) -> None:
         self.firing.hold(optimizer, inner)
+
+    def check_state(self, optimizer: Any) -> None:
+        """Raises ScriptError where tables go by this optimizer: their momenta are on the ps."""
+        if self.firing.goes_by(optimizer):
+            raise ScriptError(NO_STATE.format("opt.load_state_dict"))
 
     def release(self) -> None:
         item, self._item = self._item, None

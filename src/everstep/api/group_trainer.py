@@ -231,7 +231,7 @@ class GroupTrainer:
         }
         return with_model(gathered(state) if self.engine.sharded else state)
 
-    def check_load(self) -> None:
+    def check_load(self, state: dict[str, Any]) -> None:
         if self.engine.registered:
             raise ScriptError("job.load_state_dict: only before job.steps()")
         not_started(self.tables)

@@ -370,8 +370,9 @@ class Job(RenamedJobNames):
         return self._trainer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put back what ``state_dict`` returned, before the first batch."""
-        self._trainer.check_load()
+        """Put back what ``state_dict`` returned, before the first batch. Raises ScriptError, in mode ps if optimizers
+        have state."""
+        self._trainer.check_load(state)
         for model, values in zip(self._models, _models_of(state, len(self._models)), strict=True):
             model.load_state_dict(values)
         self._trainer.load_state_dict(state)

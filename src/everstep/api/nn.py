@@ -102,12 +102,11 @@ class Lookup:
         else:
             np.copyto(out, own)
 
-    def result(self, out: Any) -> Tensor:
-        """Return a module's output from what its node gave: that of one which leads gives the token, too."""
-        found: Tensor = out
+    def result(self, out: Tensor) -> Tensor:
+        """Take what its node gave as a module's output. That of one which leads goes into all further ones."""
         if self.leads and self.sum is not None:
-            found, self.sum.node = out
-        return found
+            self.sum.node = out
+        return out
 
     def given(self) -> Tensor | None:
         """Return what the weight is given when its node's backward is over."""
@@ -177,18 +176,18 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, lookup: Lookup, shape: tuple[int, ...]) -> Any:
         ctx.lookup = lookup
-        out = torch.empty((lookup.inverse.shape[0], lookup.dim))
-        gather_rows(lookup.values, lookup.inverse, out.numpy())
-        if not lookup.leads:
-            return out.view(shape)
         ctx.set_materialize_grads(False)
-        return out.view(shape), torch.empty(0)
+        out = torch.empty(shape)  # (no view of something else: scripts change it in place)
+        gather_rows(
+            lookup.values, lookup.inverse, out.numpy() if len(shape) == 2 else out.numpy().reshape(-1, shape[-1])
+        )
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         lookup: Lookup = ctx.lookup
         if (grad := grads[0]) is not None:
-            lookup.gradient(_rows_of(grad.reshape(-1, lookup.dim)))
+            lookup.gradient(_rows_of(grad if grad.dim() == 2 else grad.reshape(-1, lookup.dim)))
         return lookup.given(), None, None
 
 
@@ -204,10 +203,8 @@ class _Bag(torch.autograd.Function):
         out = torch.empty((len(offsets) - 1, lookup.dim))
         w = None if weights is None else weights.detach().numpy()
         bag_forward(lookup.values, lookup.inverse, offsets, mode, w, out.numpy())
-        if not lookup.leads:
-            return out
         ctx.set_materialize_grads(False)
-        return out, torch.empty(0)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
@@ -410,12 +407,20 @@ class _Table(nn.Module):
 
     def attach(self, source: RowSource) -> None:
         """Belong to a job: from now on ``weight`` is the parameter of the table's rows."""
-        self._source = source
         self.weight = source.parameter(self.name)
+        self._source = source
         if self.max_norm is not None:
             source.renorms(self.name)
         if self.freeze:
             self.weight.requires_grad_(False)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight" and self.__dict__.get("_source") is not None and value is not self.weight:
+            raise ScriptError(
+                f"the weight of table {self.name!r} lives on the ps and can not be another parameter: write new values "
+                "by weight.copy_(...) under torch.no_grad(), or assign the parameter before job.sparse(model)"
+            )
+        super().__setattr__(name, value)
 
     def _look_up(self, *args: Any) -> Tensor:
         raise NotImplementedError
@@ -523,6 +528,8 @@ class EmbeddingBag(_Table):
         return self._look_up(input, offsets, per_sample_weights)
 
     def _options(self) -> Options:
+        if self.padding_idx is None and self.max_norm is None and not self.include_last_offset and self.mode == "sum":
+            return _PLAIN
         norm = self.max_norm, self.norm_type
         return Options(self.padding_idx, False, self.mode, self.include_last_offset, *norm)
 

@@ -197,10 +197,10 @@ class PipelineTrainer(GroupTrainer):
             _refuse_load()
         super().load_state_dict(state)
 
-    def check_load(self) -> None:
+    def check_load(self, state: dict[str, Any]) -> None:
         if self._unit.size > 1:
             _refuse_load()
-        super().check_load()
+        super().check_load(state)
 
     def leave(self, error: str) -> None:
         super().leave(error)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from everstep.api.dense import PsOptimizer
+from everstep.api.dense import NO_STATE, PsOptimizer
 from everstep.api.listeners import WorkerRuntime
 from everstep.api.ps_engine import PsEngine
 from everstep.api.tables import TableSet
@@ -103,11 +103,13 @@ class PsTrainer:
         models = [m.state_dict() for m in self.models]
         return with_model({"models": models, "optimizers": [o.state_dict() for o in self._gradients.optimizers]})
 
-    def check_load(self) -> None:
+    def check_load(self, state: dict[str, Any]) -> None:
         not_started(self.tables)
+        if any(one for saved in state.get("optimizers", ()) for one in saved.get("state", {}).values()):
+            raise ScriptError(NO_STATE.format("job.load_state_dict"))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing: optimizers on the ps begin anew."""
+        """Take nothing: the models are loaded, and optimizers have no state."""
 
     def leave(self, error: str) -> None:
         self.engine.leave("the script ended")

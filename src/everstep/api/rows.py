@@ -114,6 +114,13 @@ class TableParameter(nn.Parameter):
         and autograd has none for the hook."""
         return super().register_hook(of_gradients(hook))  # type: ignore[no-untyped-call]
 
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse it: torch does not tell a subclass when its memory becomes another."""
+        raise ScriptError(
+            f"weight.set_ of table {self.everstep_table!r}: its memory belongs to the batch in hand; write new values "
+            "by weight.copy_(...) under torch.no_grad(), or by weight[ids] = ..."
+        )
+
     def __repr__(self) -> str:  # type: ignore[override]
         return f"<rows of table {self.everstep_table!r} in the batch in hand: {tuple(self.shape)}>"
 

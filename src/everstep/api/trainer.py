@@ -156,7 +156,7 @@ class Trainer(Protocol):
         """Put back the rest of what ``state_dict`` gave: ``Job`` has put back the models. Raises ScriptError."""
         ...
 
-    def check_load(self) -> None:
+    def check_load(self, state: dict[str, Any]) -> None:
         """Raises ScriptError where it is too late to load a state."""
         ...
 

@@ -379,7 +379,7 @@ def batch_norm_evaluated(es: Any) -> Result:
     return s.end()
 
 
-@row(WEIGHTS, "layer norm and group norm", atol=5e-5)
+@row(WEIGHTS, "layer norm and group norm", atol=1e-3)
 def layer_norm(es: Any) -> Result:
     s = Script(es, lambda: Net(nn.Sequential(nn.LayerNorm(8), nn.GroupNorm(2, 8))))
     return train(s, s.sgd())
