@@ -272,6 +272,29 @@ def test_an_output_without_a_row_for_each_sample() -> None:
         assert "part 1 (stage 1) cannot be run" in text and "not one row for each sample" in text
 
 
+def test_what_a_module_raises_is_the_scripts_own_error() -> None:
+    class Failing(nn.Linear):
+        runs = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.runs += 1
+            if self.runs > 2:  # the first run says what shapes are
+                raise KeyError("the script's own")
+            return super().forward(x)
+
+    def body(unit: Unit) -> str:
+        model = staged([nn.Linear(4, 6), Failing(6, 2)], unit, pipelining.Schedule1F1B, 4, nn.MSELoss())
+        try:
+            model.step(rows(8)[0], target=rows(8)[1])
+        except KeyError as error:
+            return f"key: {error.args[0]}"
+        except RuntimeError:
+            return "the neighbour is gone"
+        return "trained"
+
+    assert in_processes(2, body)[1] == "key: the script's own"
+
+
 def test_a_loss_that_is_a_sum_is_refused() -> None:
     refused(mlp, lambda unit: nn.MSELoss(reduction="sum"), "mean over the samples", "microbatches")
 

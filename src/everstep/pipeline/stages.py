@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 
 from everstep.data.random_streams import range_seed
-from everstep.errors import EverstepError, ScriptError
+from everstep.errors import ScriptError
 from everstep.model.stage_spans import SpanKind
 from everstep.pipeline.known_schedules import build_schedule
 from everstep.pipeline.links import PartShapes, TensorShape, tell_shapes, tell_tensor
@@ -139,9 +139,8 @@ class StageRunner:
                     return_outputs=False,
                 )
         except RuntimeError as error:
-            cause = error.__cause__
-            if isinstance(cause, EverstepError):
-                raise cause from None
+            if isinstance(error.__cause__, Exception):  # what a module raised, in torch's words about it
+                raise error.__cause__ from None
             raise
         finally:
             self._loss = _no_loss
