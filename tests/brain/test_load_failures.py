@@ -107,7 +107,9 @@ def test_what_is_said_of_an_order_that_is_over_does_not_count() -> None:
     for _ in range(3):
         story.fails(1, version=1)  # the order was given anew since
         story.fails(2, checkpoint=6)  # nobody ordered that one
-    assert not story.error and story.brain.checkpoints.refused == {7: story.brain.checkpoints.refused[7][:1]}
+    assert not story.error and story.brain.checkpoints.failed_loads.by_checkpoint == {
+        7: story.brain.checkpoints.failed_loads.by_checkpoint[7][:1]
+    }
     story.loads_all()
     story.fails(1)
     assert not story.error, "it is there"
@@ -129,14 +131,14 @@ def test_who_is_killed_by_others_does_not_count() -> None:
     for _ in range(2):
         for slot in (0, 1):
             story.ends(slot, KILL)
-    assert not story.error and not story.brain.checkpoints.refused
+    assert not story.error and not story.brain.checkpoints.failed_loads.by_checkpoint
 
 
 def test_who_crashes_with_everything_loaded_does_not_count() -> None:
     story = Story()
     story.loads_all()
     story.ends(0, SEGV)
-    assert not story.brain.checkpoints.refused
+    assert not story.brain.checkpoints.failed_loads.by_checkpoint
 
 
 def test_no_ps_that_could_serve_is_the_end() -> None:

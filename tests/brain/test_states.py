@@ -55,11 +55,23 @@ def test_a_change_that_is_no_transition_is_found() -> None:
         check.look(brain, "nothing")
 
 
-def test_a_snapshot_of_another_version_is_refused_in_one_line() -> None:
+def test_a_snapshot_of_a_version_before_is_read_or_refused_in_one_line() -> None:
     state = msgspec.msgpack.decode(Brain().snapshot())
     state["version"] = 4
-    with pytest.raises(msgspec.ValidationError, match="snapshot version 4, this everstep reads 5 and 6"):
+    with pytest.raises(msgspec.ValidationError, match="snapshot version 4, this everstep reads 5, 6 and 7"):
         Brain.restore(msgspec.msgpack.encode(state))
+    state["version"] = 6
+    for part, (first, second) in (("start", ("resumed", "resumed_from")), ("failed_loads", ("refused", "aside"))):
+        state["checkpoints"][first], state["checkpoints"][second] = state["checkpoints"].pop(part)
+    state["checkpoints"] |= {
+        "resumed": 4,
+        "resumed_from": "/there",
+        "refused": {7: ["ps:1: it was killed"]},
+        "aside": 7,
+    }
+    restored = Brain.restore(msgspec.msgpack.encode(state)).checkpoints
+    assert (restored.resumed, restored.start.url, restored.aside) == (4, "/there", 7)
+    assert restored.failed_loads.by_checkpoint == {7: ["ps:1: it was killed"]}
     for damaged in (
         b"\x93\x01",
         msgspec.msgpack.encode({"version": 5}),

@@ -102,6 +102,21 @@ class Kept(msgspec.Struct, frozen=True, array_like=True):
     took_s: float
 
 
+class ResumedFrom(msgspec.Struct, array_like=True):
+    """Is the checkpoint that this job began with, and where it lies; 0: it began with nothing."""
+
+    checkpoint: int = 0
+    url: str = ""
+
+
+class FailedLoads(msgspec.Struct, array_like=True):
+    """Says, by checkpoint, whom it killed or failed while it was loaded. ``aside``: the one that was set aside for it,
+    0: none."""
+
+    by_checkpoint: dict[int, list[str]] = {}
+    aside: int = 0
+
+
 class CheckpointRecords(msgspec.Struct):
     """Holds what is known of the job's checkpoints.
 
@@ -109,13 +124,13 @@ class CheckpointRecords(msgspec.Struct):
     also of the job that this one goes on from; ``committed``: it is this job's own. ``shown``: what displays say of it;
     ``taken``: this job's own that were not dropped.
 
-    ``resumed``: the checkpoint that this job began with, and ``resumed_from`` where that lies; its ``datasets`` are the
-    first of this job. ``final``: the one that the job ends with is over; ``reruns``: of scripts that had ended, for
-    shards that came back. ``usable``: a partition may fall back to its snapshot in ``newest``, since no shard was
-    released that the snapshots lack. ``confirmed``: see :meth:`confirm`; ``covered``: see
-    :meth:`cover`. ``stopping``: why the job ends once it has a last checkpoint; ``stopped``: it has, or gave that up.
-    ``last``: the checkpoint that has all that the job ends with, 0: there is none. ``refused``: by checkpoint, whom it
-    killed or failed while it was loaded; ``aside``: the one that was set aside for it, 0: none.
+    ``start``: the checkpoint that this job began with; its ``datasets`` are the first of this job.
+    ``final``: the one that the job ends with is over; ``reruns``: of scripts that had ended, for shards that came back.
+    ``usable``: a partition may fall back to its snapshot in ``newest``, since no shard was released that the snapshots
+    lack. ``confirmed``: see :meth:`confirm`; ``covered``: see :meth:`cover`. ``stopping``: why the job ends once it has
+    a last checkpoint; ``stopped``: it has, or gave that up.
+    ``last``: the checkpoint that has all that the job ends with, 0: there is none. ``failed_loads``: those that could
+    not be loaded.
     """
 
     numbers: int = 0
@@ -127,8 +142,7 @@ class CheckpointRecords(msgspec.Struct):
     shown: Kept | None = None
     taken: list[CheckpointTaken] = []
     given_up: int = 0
-    resumed: int = 0
-    resumed_from: str = ""
+    start: ResumedFrom = msgspec.field(default_factory=ResumedFrom)
     datasets: int = 0
     final: bool = False
     reruns: int = 0
@@ -138,8 +152,7 @@ class CheckpointRecords(msgspec.Struct):
     stopping: str = ""
     stopped: bool = False
     last: int = 0
-    refused: dict[int, list[str]] = {}
-    aside: int = 0
+    failed_loads: FailedLoads = msgspec.field(default_factory=FailedLoads)
 
     def __repr__(self) -> str:
         now = f"writing {self.writing.number}" if self.writing is not None else "idle"
@@ -154,9 +167,19 @@ class CheckpointRecords(msgspec.Struct):
         return (self.newest.checkpoint, found) if found is not None else None
 
     @property
+    def resumed(self) -> int:
+        """Return the checkpoint that this job began with; 0: none."""
+        return self.start.checkpoint
+
+    @property
+    def aside(self) -> int:
+        """Return the checkpoint that was set aside, since it could not be loaded; 0: none."""
+        return self.failed_loads.aside
+
+    @property
     def aside_words(self) -> str:
         """Return why there is no going on."""
-        found = self.refused.get(self.aside, [])
+        found = self.failed_loads.by_checkpoint.get(self.aside, [])
         return (
             f"checkpoint {self.aside} is set aside, it could not be loaded {len(found)} times: {'; '.join(found)}; "
             f"go on from an older one: everstep resume --checkpoint N (everstep checkpoint ls shows them)"
@@ -196,13 +219,13 @@ class Checkpoints(CheckpointRecords):
     def load_failed(self, checkpoint: int, who: str, why: str) -> list[InstructionType]:
         """``who`` could not load its part of it, or died of that. The second time it is set aside: whoever loads it
         next would fare no better."""
-        found = self.refused.setdefault(checkpoint, [])
+        found = self.failed_loads.by_checkpoint.setdefault(checkpoint, [])
         found.append(f"{who}: {why}")
         inputs: Inputs = {"checkpoint": checkpoint, "failures": len(found)}
         if len(found) < LOAD_TRIES:
             words = f"checkpoint {checkpoint}: {why}"
             return [Note(who, Decision("load failed", words, inputs, ("set it aside: another ps may load it",)))]
-        self.aside = checkpoint
+        self.failed_loads.aside = checkpoint
         return [Note("", Decision("set a checkpoint aside", self.aside_words, inputs))]
 
     # ------------------------------------------------------------ shards that may be forgotten
@@ -458,7 +481,7 @@ class Checkpoints(CheckpointRecords):
         event checked that the manifest is whole and of as many partitions."""
         if self.resumed or shards.datasets or self.newest is not None:
             return []
-        self.resumed, self.resumed_from = manifest.checkpoint, url
+        self.start = ResumedFrom(manifest.checkpoint, url)
         self.numbers = max(numbers, manifest.checkpoint)
         self.newest, self.usable = manifest, True
         self.datasets = len(manifest.datasets)

@@ -82,3 +82,14 @@ def state_of_5(snapshot: bytes) -> bytes:
         groups[part] = {field: groups.pop(field) for field in fields if field in groups}
     state["version"] = 6
     return _encode(state)
+
+
+def state_of_6(snapshot: bytes) -> bytes:
+    """A snapshot of version 6, made into one of version 7: what a job began with, and failed loads, are in parts.
+    Raises what decoding raises."""
+    state = msgspec.msgpack.decode(snapshot)
+    checkpoints = state["checkpoints"]
+    checkpoints["start"] = [checkpoints.pop("resumed", 0), checkpoints.pop("resumed_from", "")]
+    checkpoints["failed_loads"] = [checkpoints.pop("refused", {}), checkpoints.pop("aside", 0)]
+    state["version"] = 7
+    return _encode(state)

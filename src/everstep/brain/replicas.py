@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from everstep.brain.checkpoints import Checkpoints, by_word, has_checkpoints, replica_start, turned
+from everstep.brain.checkpoints import Checkpoints, ResumedFrom, by_word, has_checkpoints, replica_start, turned
 from everstep.brain.concerns.generations import Generations
 from everstep.brain.events import CommitManifest, DrainAsked, InstructionType, Note, OrderSnapshots, PublishGroup
 from everstep.brain.group import Groups, Skip, Stint
@@ -115,7 +115,7 @@ def resume_replica(
     replica = manifest.replica
     if replica is None or checkpoints.resumed or shards.datasets or checkpoints.newest is not None:
         return []
-    checkpoints.resumed, checkpoints.resumed_from = manifest.checkpoint, url
+    checkpoints.start = ResumedFrom(manifest.checkpoint, url)
     checkpoints.numbers = max(numbers, manifest.checkpoint)
     checkpoints.newest, checkpoints.usable = manifest, True
     checkpoints.datasets = len(manifest.datasets)

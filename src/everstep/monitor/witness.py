@@ -149,7 +149,7 @@ def expectation(run_dir: Path, checkpoint: int = 0, runs: int = 0) -> Expectatio
         fold = journal.fold
     at = None if fold.done_well else fold.manifests.get(checkpoint)
     made = _of_groups(fold, run_dir, at) if fold.brain.takes(StepsCommitted) else _of_servers(fold, run_dir, at)
-    url = fold.brain.checkpoints.resumed_from
+    url = fold.brain.checkpoints.start.url
     if not url:
         return made
     before = _run_of(url)

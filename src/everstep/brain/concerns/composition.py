@@ -44,7 +44,6 @@ class Concerns:
         "lifetime",
         "looking",
         "losses",
-        "members",
         "nodes",
         "placement",
         "plans",
@@ -71,7 +70,6 @@ class Concerns:
         self.groups = GroupReader(state.job, state.members, state.shards, state.groups, state.duty, *parts)
         self.lifetime = LifetimeConcern(state, self)
         self.nodes = NodeConcern(state, self)
-        self.members = MemberConcern(state, self)
         self.processes = ProcessConcern(state, self)
         self.losses = LossConcern(state, self)
         self.ps_slots = PsSlotConcern(state, self)
@@ -98,7 +96,7 @@ class Concerns:
             self.training = LeaseTraining(self.state, self, leases)
             first = (leases,)
         self.placement = PlacementConcern(self.state, self, self.training.ahead)
-        members = (self.nodes, self.members, self.processes, self.losses, self.ps_slots)
+        members = (self.nodes, MemberConcern(self.state, self), self.processes, self.losses, self.ps_slots)
         data = (self.datasets, self.chief, self.saving, self.plans, self.ending, self.supervisor)
         self.all = (*first, self.training, self.placement, *last, self.lifetime, *members, *data)
         self.handlers = {kind: handler for concern in self.all for kind, handler in concern.handlers().items()}
