@@ -22,6 +22,7 @@ from everstep.brain.events import (
 )
 from everstep.brain.job import Phase
 from everstep.cli.display import JobSummary
+from everstep.cli.run import priced
 from everstep.cli.suspend import with_budget
 from everstep.config.load import check_spec, save_spec
 from everstep.config.spec import JobSpec
@@ -229,3 +230,43 @@ def test_a_larger_budget_is_asked_for(tmp_path: Path) -> None:
 def test_a_budget_needs_prices() -> None:
     with pytest.raises(ConfigError, match="budget = 5: nobody knows what machines cost; give prices"):
         check_spec(JobSpec(name="j", script="x.py", budget=5.0), {})
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (None, "cannot be read"),
+        ("", "it is empty"),
+        ("class,market,usd_per_hour\ng5,spot,-1\n", "line 2: usd_per_hour = '-1': expected USD for an hour, 0 to"),
+        ("class,market,usd_per_hour\ng5,spot\n", "line 2: 2 cells, and the header has 3: is it truncated?"),
+    ],
+)
+def test_prices_that_are_none_are_refused_before_the_job_starts(tmp_path: Path, text: str | None, says: str) -> None:
+    path = tmp_path / "prices.csv"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        priced(JobSpec(name="j", script="x.py", prices=str(path)))
+    assert says in str(error.value) and "prices.csv" in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"hardware": "h100"}, "has none for the first machine (h100, on-demand): what it costs is not counted"),
+        (
+            {"hardware": "g5", "budget": 1.0},
+            "less than one hour of the first machine (g5, on-demand, 4 USD/h): the job",
+        ),
+        ({"hardware": "g5", "budget": 100.0}, ""),
+        ({}, ""),
+    ],
+)
+def test_a_small_budget_and_a_class_without_a_price_are_said(
+    tmp_path: Path, fields: dict[str, object], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "prices.csv"
+    path.write_text(BOOK)
+    priced(JobSpec(**{"name": "j", "script": "x.py", "prices": str(path)} | fields))  # type: ignore[arg-type]
+    said = capsys.readouterr().out
+    assert says in said if says else not said

@@ -26,7 +26,7 @@ from everstep.platforms.fleet import (
     StopAgent,
     WarnAgent,
 )
-from everstep.platforms.fleet_runner import FleetRunner
+from everstep.platforms.fleet_runner import FleetRunner, StandIns
 
 NODE = NodeId("n1")
 OFFER = Offer("g5", "eu-1a", Market.SPOT, 0.3)
@@ -129,11 +129,13 @@ esac"""
     cloud = CommandCapacity(script(tmp_path, body), {"EVERSTEP_JOIN": "h:1"})
     assert cloud.offers() == (Offer("g5", "eu-1a", Market.SPOT, 0.3, 4),)
     cloud.request(2)
+    cloud.request(1, Market.ON_DEMAND)
     cloud.release(NODE)
     assert cloud.watch() == (GRANT, Warned(NODE, 30.0), Gone(NODE))
     assert (tmp_path / "calls").read_text().splitlines() == [
         "h:1 offers",
         "h:1 request 2",
+        "h:1 request 1 on_demand",
         "h:1 release n1",
         "h:1 watch",
     ]
@@ -249,6 +251,32 @@ def test_the_thread_does_what_the_fleet_says() -> None:
     runner.close()
     assert platform.done.get(timeout=60) == ("close",)
     assert source.closed.is_set() and source.released == ["n2"] and source.requested == [2, 0]
+
+
+class Cloud(Scripted):
+    """A source that also has machines that stay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: queue.SimpleQueue[tuple[int, Market]] = queue.SimpleQueue()
+
+    def request(self, count: int, market: Market = Market.SPOT) -> None:
+        self.asked.put((count, market))
+
+
+def test_the_thread_asks_for_stand_ins_and_gives_back_those_that_were_emptied() -> None:
+    source, platform, wanted = Cloud(), Noted(), [None, StandIns(1)]
+    runner = FleetRunner(source, platform, 2, lambda: True, lambda fact: None, print, lambda: wanted[-1])
+    runner.start()
+    assert [source.asked.get(timeout=60) for _ in range(2)] == [(2, Market.SPOT), (1, Market.ON_DEMAND)]
+    source.news.put(GRANT)
+    assert platform.done.get(timeout=60) == ("start", "n1", 0)
+    wanted.append(None)  # the master does not answer
+    wanted.append(StandIns(0, (NODE, NodeId("unknown"))))
+    assert source.asked.get(timeout=60) == (0, Market.ON_DEMAND)
+    assert platform.done.get(timeout=60) == ("stop", "n1")
+    runner.close()
+    assert source.released == ["n1"] and source.asked.get(timeout=60) == (0, Market.SPOT)
 
 
 # ------------------------------------------------------------ the setting

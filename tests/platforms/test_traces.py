@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everstep.errors import ConfigError
+from everstep.ids import NodeId
 from everstep.model.capacity import Gone, Grant, Market, Offer, Warned
 from everstep.platforms.trace_capacity import TraceCapacity, read_trace
 from everstep.platforms.traces import (
@@ -208,3 +209,23 @@ def test_a_recording_is_played_by_a_clock() -> None:
     now[0] += 41_000 / 60
     gone = [n for n in cloud.watch() if isinstance(n, Gone)]
     assert gone and all(0 <= (n.recorded_s or -1) <= 40_920 for n in gone)
+
+
+def test_on_demand_machines_beside_a_recording_are_there_at_once_and_stay() -> None:
+    now = [100.0]
+    cloud = TraceCapacity(RECORDED / "p3-trace.csv.gz", speed=60, now=lambda: now[0])
+    cloud.request(0)
+    cloud.watch()
+    cloud.request(2, Market.ON_DEMAND)
+    news = cloud.watch()
+    assert [n.node for n in news] == ["on-demand-1", "on-demand-2"]
+    assert all(isinstance(n, Grant) and n.offer.market is Market.ON_DEMAND for n in news)
+    cloud.request(2, Market.ON_DEMAND)
+    now[0] += 41_000 / 60
+    assert cloud.watch() == (), "nobody takes them back"
+    cloud.request(1, Market.ON_DEMAND)
+    cloud.release(NodeId("on-demand-1"))
+    cloud.release(NodeId("on-demand-1"))
+    assert cloud.watch() == ()
+    cloud.request(2, Market.ON_DEMAND)
+    assert [n.node for n in cloud.watch()] == ["on-demand-1"]
