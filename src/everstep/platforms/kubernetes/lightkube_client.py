@@ -121,6 +121,10 @@ class LightkubeClient:
                 for line in answer.iter_lines():
                     if line:
                         yield _told(what, line)
+        except RuntimeError:
+            if not self._closed:
+                raise
+            raise ApiServerError(what, 0, ApiReason.UNREACHABLE, "the client was closed") from None
         except (ApiError, httpx2.HTTPError) as error:
             raise _error(what, error) from None
 

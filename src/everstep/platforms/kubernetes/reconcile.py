@@ -371,7 +371,7 @@ class _Look:
         if report is not None and not report.over:
             old = status.now.get("progress") or {}
             late = self._seen.now_s - seconds_of(old.get("time")) >= PROGRESS_S
-            if report.samples != old.get("samples") and (late or status.changed() is not None):
+            if report.samples != old.get("samples", 0) and (late or status.changed() is not None):
                 at = stamp_of(self._seen.now_s)
                 status.now["progress"] = {"step": report.step, "samples": report.samples, "time": at}
         status.phase = self._phase(ready, scaling)

@@ -87,6 +87,7 @@ class ApiHttp:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True  # (an answer is written in two pieces)
             api = self
 
             def do_any(self) -> None:
