@@ -6,7 +6,7 @@ import runpy
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-WITHOUT_MOST = 10  # those that are being written; ``python tools.py prose src/everstep --show`` names them
+WITHOUT_MOST = 30  # those that are being written; ``python tools.py prose src/everstep --show`` names them
 
 
 def test_first_lines_of_docstrings_have_a_verb() -> None:
