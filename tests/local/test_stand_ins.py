@@ -11,7 +11,7 @@ from node_jobs import free_port, join
 
 from everstep.model.member import Role
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(600)]
 
 CLOUD = """echo "$@" >> {folder}/calls
 case $1 in watch) if mv {folder}/news {folder}/told 2>/dev/null; then cat {folder}/told; fi ;; esac
