@@ -100,6 +100,13 @@ class StoppedJob:
     def stop(self) -> None:
         self._signal(signal.SIGSTOP)
 
+    def check(self) -> None:
+        """Raises RuntimeError where a process was replaced: the new one was never stopped, nor its CPU counted."""
+        root = psutil.Process(self.root.pid)
+        new = {p.pid for p in root.children(recursive=True)} - set(self.pids)
+        if new:
+            raise RuntimeError(f"processes {sorted(new)} of {self.log.parent.name} came later: take shorter blocks")
+
     def cpu_s(self) -> float:
         """CPU seconds of all processes, of control_plane of the master."""
         ticks = 0
@@ -158,6 +165,8 @@ def compare(
                 out[name].append(float(values[1] / ((values[0] + values[2]) / 2)))
                 out[f"{name}.aa"].append(float(values[2] / values[0]))
             if turn % 20 == 0:
+                for job in jobs:
+                    job.check()
                 load = os.getloadavg()[0]
                 middle = {name: round(float(np.median(values)), 4) for name, values in out.items()}
                 say(f"{part} turn {turn}/{turns}: {middle}, load {load:.1f}")
