@@ -14,7 +14,7 @@ import struct
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -69,7 +69,7 @@ class StoppedJob:
         self.log = home / "log"
         with self.log.open("wb") as out:
             self.root = subprocess.Popen(command, cwd=tree, env=env, stdout=out, stderr=out, start_new_session=True)
-        self.only = f"{part}" == "control_plane"
+        self.only = part == "control_plane"
         self.pids: list[int] = []
         self.master: list[int] = []
 
@@ -171,10 +171,3 @@ def compare(
                 middle = {name: round(float(np.median(values)), 4) for name, values in out.items()}
                 say(f"{part} turn {turn}/{turns}: {middle}, load {load:.1f}")
     return out
-
-
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """The 95 % interval of the median, by ranks."""
-    ranked, n = sorted(values), len(values)
-    away = int(np.ceil(1.96 * np.sqrt(n) / 2))
-    return ranked[max(0, n // 2 - away)], ranked[min(n - 1, n // 2 + away)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import platform
 import signal
@@ -41,6 +42,13 @@ def median(values: Sequence[float]) -> float:
 def spread(values: Sequence[float]) -> tuple[float, float]:
     """Lowest and highest."""
     return float(min(values)), float(max(values))
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """The 95 % interval of the median, by ranks."""
+    ranked, n = sorted(values), len(values)
+    away = math.ceil(1.96 * math.sqrt(n) / 2)
+    return ranked[max(0, n // 2 - away)], ranked[min(n - 1, n // 2 + away)]
 
 
 def p95(values: Sequence[float]) -> float:

@@ -25,8 +25,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks._blocks import compare, interval
-from benchmarks._measure import ROOT, Result, each_round, median, say, spread
+from benchmarks._blocks import compare
+from benchmarks._measure import ROOT, Result, each_round, interval, median, say, spread
 from benchmarks.throughput import Config, _make_data
 
 LIMIT_S = 400.0

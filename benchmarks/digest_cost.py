@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks._measure import ROOT, Child, Result, everstep, median, say
+from benchmarks._measure import ROOT, Child, Result, everstep, interval, median, say
 
 JOB = ROOT / "benchmarks" / "_digest_job.py"
 ROWS, BATCH, LIMIT_S = 2000, 64, 900.0
@@ -48,13 +47,6 @@ def blocks(mb: int, block: int, n: int, same: bool) -> tuple[list[float], list[f
             ratio = here[which] / ((before[which] + after[which]) / 2)
             out[which - 1].append(ratio if here[0] % 2 == 0 else 1 / ratio)
     return out
-
-
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """The 95 % interval of the median, by ranks."""
-    ranked, n = sorted(values), len(values)
-    away = int(np.ceil(1.96 * np.sqrt(n) / 2))
-    return ranked[max(0, n // 2 - away)], ranked[min(n - 1, n // 2 + away)]
 
 
 def run(quick: bool) -> Result:
