@@ -72,14 +72,13 @@ class Thrower:
 
     def say(self, peer: FakePeer, request: wire.RequestType) -> Any:
         """The answer, as far as there is one before it is durable."""
-        from asyncio import Future
-
         from everstep.brain.events import Reply
+        from everstep.net.control_server import Later
 
         answer = self.master._request(cast(Peer, peer), request)
-        if isinstance(answer, Future):
-            if answer.done():
-                return answer.result()
+        if isinstance(answer, Later):
+            if answer.given is not None:
+                return answer.given
             last = self.master._undurable[-1] if self.master._undurable else None
             mine = next((u for u in reversed(self.master._undurable) if u[1] is answer), last)
             done = mine[0] if mine is not None else None

@@ -37,7 +37,7 @@ from everstep.model.shard import Lease
 from everstep.net import messages as wire
 from everstep.net.auth import Identity, Secret, SecretError, VersionError, authenticate_client
 from everstep.net.control import Answered, ControlClient
-from everstep.net.control_server import Peer
+from everstep.net.control_server import Later, Peer
 from everstep.net.frames import AUTH_LIMITS, FrameKind, FrameSocket, encode_frame, preamble
 from everstep.net.retry import Deadline
 from everstep.net.sockets import connect_unix
@@ -126,24 +126,67 @@ def test_calls_from_many_threads_get_their_own_answers(
     assert client.connected and client.connects == 1
 
 
-def test_answers_may_come_in_any_order(start: Callable[..., Master], join: Callable[..., ControlClient]) -> None:
-    held: list[asyncio.Future[Answered]] = []
+def a_future() -> tuple[Awaitable[Answered], Callable[[Answered], None]]:
+    future: asyncio.Future[Answered] = asyncio.get_running_loop().create_future()
+    return future, future.set_result
 
-    def handle(peer: Peer, request: wire.RequestType) -> Answered | Awaitable[Answered]:
+
+def a_later() -> tuple[Later, Callable[[Answered], None]]:
+    later = Later()
+    return later, later.give
+
+
+@pytest.mark.parametrize("made", [a_future, a_later])
+def test_answers_may_come_in_any_order(
+    start: Callable[..., Master], join: Callable[..., ControlClient], made: Callable[[], Any]
+) -> None:
+    held: list[Callable[[Answered], None]] = []
+
+    def handle(peer: Peer, request: wire.RequestType) -> Any:
         if not isinstance(request, ShardAsked):
             return polite(peer, request)
-        future: asyncio.Future[Answered] = asyncio.get_running_loop().create_future()
-        held.append(future)
+        answer, give = made()
+        held.append(give)
         if len(held) == 3:
             for i in reversed(range(3)):
-                held[i].set_result(Wait(float(i)))
-        return future
+                held[i](Wait(float(i)))
+        return answer
 
     start(handle)
     client = join()
     client.wait_connected(20)
     futures = [client.submit(ask(i), 20) for i in range(3)]
     assert [f.result(20) for f in futures] == [Wait(0.0), Wait(1.0), Wait(2.0)]
+
+
+def test_the_first_of_two_later_answers_counts(
+    start: Callable[..., Master], join: Callable[..., ControlClient], until: Until
+) -> None:
+    """Also one that is given before the handler returns it, and one to a caller that is gone."""
+    kept: list[Later] = []
+
+    def handle(peer: Peer, request: wire.RequestType) -> Any:
+        if not isinstance(request, ShardAsked):
+            return polite(peer, request)
+        kept.append(Later())
+        if len(kept) == 1:
+            kept[0].give(Wait(1.0))
+        return kept[-1]
+
+    master = start(handle)
+    client, other = join(), join()
+    first = client.submit(ask(0), 20)
+    assert first.result(20) == Wait(1.0)
+    second = client.submit(ask(1), 20)
+    until(lambda: len(kept) == 2)
+    master.do(lambda: [kept[0].give(Wait(9.0)), kept[1].give(Wait(2.0)), kept[1].give(Wait(9.0))])
+    assert second.result(20) == Wait(2.0)
+    client.submit(ask(2), 20)
+    until(lambda: len(kept) == 3)
+    client.close()
+    until(lambda: len(master.server.peers) == 1)
+    master.do(lambda: kept[2].give(Wait(3.0)))
+    assert other.call(wire.ValuesReported({}), 20) == Ok() and other.connects == 1
 
 
 def test_hello_first_then_orders(
@@ -501,17 +544,18 @@ def test_a_peer_that_does_not_read_is_dropped(
     assert other.call(wire.ValuesReported({}), 20) == Ok() and other.connects == 1
 
 
+@pytest.mark.parametrize("made", [a_future, a_later])
 def test_an_unread_flood_of_calls_is_bounded(
-    start: Callable[..., Master], run_dir: Path, secret: Secret, until: Until
+    start: Callable[..., Master], run_dir: Path, secret: Secret, until: Until, made: Callable[[], Any]
 ) -> None:
     """The server stops reading from a peer with too many calls in its hands."""
     seen = []
-    gate: list[asyncio.Future[Answered]] = []
+    gate: list[Any] = []
 
-    def handle(peer: Peer, request: wire.RequestType) -> Awaitable[Answered]:
+    def handle(peer: Peer, request: wire.RequestType) -> Any:
         seen.append(1)
-        gate.append(asyncio.get_running_loop().create_future())
-        return gate[-1]
+        gate.append(made())
+        return gate[-1][0]
 
     master = start(handle, max_calls=10)
     stream = FrameSocket(connect_unix(run_dir / UNIX.unix, Deadline(5)), AUTH_LIMITS)

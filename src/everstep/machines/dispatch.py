@@ -76,11 +76,9 @@ class Dispatch:
         answer = refused(self._brain, sender, request)
         if answer is not None:
             return self._refuse(request, sender, answer)
-        handler = self._handlers.get(type(request))
+        handler = self._handlers.get(type(request)) or (self._take if isinstance(request, Fact) else None)
         if handler is not None:
             return handler(request, sender)
-        if isinstance(request, Fact):
-            return self._take(request, sender)
         return self._refuse(request, sender, Refused(f"{type(request).__name__}: this master does not take it"))
 
     def tell(self, fact: FactType, sender: Sender = MASTER) -> Handled:
@@ -91,6 +89,8 @@ class Dispatch:
         except Exception as error:
             raise BrainError(event) from error
         seq = self._append(event, instructions)
-        self.causes.note(seq, event, instructions)
         first = instructions[0] if instructions else None
-        return Handled(seq, event, first.answer if isinstance(first, Reply) else None, instructions)
+        answer = first.answer if type(first) is Reply else None
+        if answer is None or len(instructions) > 1:  # (an answer is no instruction: nothing follows from it)
+            self.causes.note(seq, event, instructions)
+        return Handled(seq, event, answer, instructions)

@@ -114,7 +114,7 @@ def _may_drain(brain: Brain, who: Sender, r: DrainAsked) -> str:
 
 
 def _shard(brain: Brain, key: ShardKey) -> str:
-    return "" if brain.shards.epoch_of(key) is not None else f"there is no shard {key}"
+    return "" if brain.state.shards.epoch_of(key) is not None else f"there is no shard {key}"
 
 
 def _datasets(brain: Brain, number: int) -> str:
@@ -191,8 +191,12 @@ def _epochs(until: int) -> str:
 def _done(brain: Brain, who: Sender, r: ShardDone) -> str:
     if wrong := _shard(brain, r.shard):
         return wrong
-    if (stranger := next((s for s, _ in r.servers if s not in brain.members.servers), None)) is not None:
-        return f"there is no ps:{stranger}"
+    known = brain.state.members.servers
+    for slot, _ in r.servers:
+        if slot not in known:
+            return f"there is no ps:{slot}"
+    if not r.skipped:
+        return ""
     number, _, index = split_key(r.shard)
     return _ranges(r.skipped, *brain.shards.datasets[number].plan.bounds(index))
 
@@ -373,25 +377,29 @@ RIGHTS: Final[dict[type, Right]] = {
 """Requests of which the check is ``_anyone`` name nobody: they are about their sender."""
 
 
+_MEMBERS: Final = ("worker", "ps")
+
+
 def refused(brain: Brain, who: Sender, request: wire.RequestType) -> AnswerType | None:
     """Return the answer to a request that must not become an event; None: it may. ``who``: as its connection proved to
     be."""
-    right = RIGHTS[type(request)]
-    name = type(request).__name__
-    if who.role not in right.roles:
-        return Refused(f"{who} must not send {name}: that is for {' or '.join(sorted(right.roles))}")
-    if wrong := right.speaks(brain, who, request):
-        return Refused(f"{name} of {who}: {wrong}")
-    if who.role in ("worker", "ps") and (later := _never_given(brain, who)):
+    roles, speaks, exists = RIGHTS[type(request)]
+    role = who.role
+    if role not in roles:
+        name = type(request).__name__
+        return Refused(f"{who} must not send {name}: that is for {' or '.join(sorted(roles))}")
+    if speaks is not _anyone and (wrong := speaks(brain, who, request)):
+        return Refused(f"{type(request).__name__} of {who}: {wrong}")
+    if role in _MEMBERS and (later := _never_given(brain, who)):
         return Fenced(later)
-    if wrong := right.exists(brain, who, request):
-        return Refused(f"{name} of {who}: {wrong}")
+    if exists is not _anyone and (wrong := exists(brain, who, request)):
+        return Refused(f"{type(request).__name__} of {who}: {wrong}")
     return None
 
 
 def _never_given(brain: Brain, who: Sender) -> str:
     """An incarnation is what the master gave: a later one than it knows is nobody's."""
-    members = brain.members
+    members = brain.state.members
     record = (members.workers if who.role == "worker" else members.servers).get(who.slot)
     if record is not None and who.incarnation > record.member.incarnation:
         return f"{who} was never started: {who.role}:{who.slot} is at #{record.member.incarnation}"

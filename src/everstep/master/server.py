@@ -87,7 +87,7 @@ from everstep.monitor.prometheus import Key, MetricsPage
 from everstep.monitor.viewer import make_job_view, make_speed_view
 from everstep.net import messages as wire
 from everstep.net.auth import Identity, Secret, load_secret
-from everstep.net.control_server import ControlServer, Peer
+from everstep.net.control_server import ControlServer, Later, Peer
 from everstep.net.log import log_plainly
 from everstep.net.rendezvous import MASTER_SOCKET, SECRET_FILE, MasterInfo, read_master, write_master
 from everstep.net.sockets import listen_tcp, listen_unix, parse_host_port
@@ -199,7 +199,7 @@ class Master:
         self._counted: dict[Key, float] = {}
         self.metrics = MetricsServer(spec.metrics, run_dir, self._page) if spec.metrics else None
         self.faults = FaultInjector(self.brain, self._reach, self._reach_agent, self._note)
-        self._undurable: collections.deque[tuple[Handled, asyncio.Future[Answer] | None]] = collections.deque()
+        self._undurable: collections.deque[tuple[Handled, Later | None]] = collections.deque()
         self._senders: dict[int, Sender] = {}  # by number of the connection
         self._agents: dict[NodeId, Peer] = {}
         self._members: dict[MemberKey, Peer] = {}
@@ -327,26 +327,26 @@ class Master:
 
     # ------------------------------------------------------------ events in, instructions out
 
-    def _tell(self, fact: FactType, sender: Sender = MASTER, future: asyncio.Future[Answer] | None = None) -> None:
+    def _tell(self, fact: FactType, sender: Sender = MASTER, later: Later | None = None) -> None:
         """Hand a fact to the brain and queue what follows until it is durable."""
         if isinstance(fact, LeaseExpired):
             self.step_schedules.expired(fact)
         try:
             handled = self.machine.tell(fact, sender)
         except BrainError as error:
-            self._failed_on(error, future)
+            self._failed_on(error, later)
             return
         except EverstepError as error:
             self._journal_failed(error)
             return
         self._failures_running = 0
         self.journal.maybe_snapshot(self.brain)
-        self._undurable.append((handled, future))
+        self._undurable.append((handled, later))
         if self.costs is not None:
             self.costs.take(handled.event)
         self.step_schedules.handled()
 
-    def _failed_on(self, error: BrainError, future: asyncio.Future[Answer] | None) -> None:
+    def _failed_on(self, error: BrainError, later: Later | None) -> None:
         """Undo an event on which the brain raised. The event is not journaled; what handling it changed is undone by
         what the journal has. Who sent it is refused."""
         event = error.event
@@ -367,24 +367,24 @@ class Master:
             self._faults[sender] = self._faults.get(sender, 0) + 1
             why = Decision("request refused", f"handling {what} of {sender} failed: a bug, see logs/master.log", {})
             self._note(event.at, "master", why)
-        if future is not None and not future.done():
-            future.set_result(Refused(f"the master cannot handle this {what}: a bug, see logs/master.log"))
+        if later is not None:
+            later.give(Refused(f"the master cannot handle this {what}: a bug, see logs/master.log"))
 
-    def _submit(self, fact: FactType, sender: Sender) -> asyncio.Future[Answer]:
-        future: asyncio.Future[Answer] = self._loop.create_future()
-        self._tell(fact, sender, future)
-        return future
+    def _submit(self, fact: FactType, sender: Sender) -> Later:
+        later = Later()
+        self._tell(fact, sender, later)
+        return later
 
     def _durable(self, seq: int) -> None:
         """Everything up to ``seq`` is on disk: act and answer."""
         waiting = self._undurable
         while waiting and waiting[0][0].seq <= seq:
-            done, future = waiting.popleft()
+            done, later = waiting.popleft()
             for instruction in done.instructions:
                 if type(instruction) is not Reply:
                     self._execute(instruction, done.event.at)
-            if future is not None and not future.done() and done.answer is not None:
-                future.set_result(done.answer)
+            if later is not None and done.answer is not None:
+                later.give(done.answer)
 
     def _execute(self, instruction: InstructionType, at: float) -> None:
         match instruction:
@@ -528,7 +528,7 @@ class Master:
         known = self._members.get(key)
         if known is not None and known.number > peer.number and known.identity.incarnation == r.incarnation:
             return None  # as in _node_joined
-        future = self._submit(r, sender)
+        later = self._submit(r, sender)
         if self.brain.members.current(r.role, r.slot, r.incarnation) is not None:
             self._members[key] = peer  # orders reach it from now on; those of a later event follow its answer
             peer.tag = key
@@ -538,7 +538,7 @@ class Master:
                 self.checkpoints.hello(r.slot)
         if self._finish is not None:
             self._order(peer, self._finish)
-        return future
+        return later
 
     def _beat(self, r: wire.Beat, who: Sender) -> Answer | None:
         at, peer = self.clock.now(), self._peer

@@ -142,9 +142,9 @@ def encode_frame(kind: int, header: bytes, body: bytes = b"", flags: int = 0) ->
     return _head(kind, header, (body,), len(body), flags) + body
 
 
-def _checked(buffer: bytes | bytearray | memoryview, at: int, limits: Limits) -> tuple[int, int, int, int]:
-    """Return (kind, flags, header length, body length) of the preamble at ``at``; raises WireError."""
-    magic, kind, flags, check, header_bytes, body_bytes, _ = _PREAMBLE.unpack_from(buffer, at)
+def _checked(buffer: bytes | bytearray | memoryview, at: int, limits: Limits) -> tuple[int, int, int, int, int]:
+    """Return (kind, flags, header length, body length, checksum) of the preamble at ``at``; raises WireError."""
+    magic, kind, flags, check, header_bytes, body_bytes, crc = _PREAMBLE.unpack_from(buffer, at)
     if magic != MAGIC or kind not in _KINDS or (check and kind not in _CHECKED_KINDS):
         raise WireError(f"not an everstep frame: it begins with {bytes(buffer[at : at + 8])!r}")
     if header_bytes > limits.header_bytes:
@@ -153,7 +153,7 @@ def _checked(buffer: bytes | bytearray | memoryview, at: int, limits: Limits) ->
         raise WireError(f"frame body of {body_bytes} bytes announced, at most {limits.body_bytes} allowed")
     if kind in _CHECKED_KINDS and check != _check(bytes(buffer[at : at + PREAMBLE_BYTES])):
         raise WireError("a frame is damaged: the check of its lengths is wrong")
-    return kind, flags, header_bytes, body_bytes
+    return kind, flags, header_bytes, body_bytes, crc
 
 
 def decode_header(decoder: msgspec.msgpack.Decoder[T], header: bytes, what: str) -> T:
@@ -189,13 +189,15 @@ class FrameDecoder:
         at, end = 0, len(source)
         try:
             while end - at >= PREAMBLE_BYTES and len(frames) < most:
-                kind, flags, header_bytes, body_bytes = _checked(source, at, self.limits)
+                kind, flags, header_bytes, body_bytes, crc = _checked(source, at, self.limits)
                 header_at = at + PREAMBLE_BYTES
                 body_at = header_at + header_bytes
                 if end < body_at + body_bytes:
                     break
-                header, body = bytes(source[header_at:body_at]), bytes(source[body_at : body_at + body_bytes])
-                _verify(bytes(source[at:header_at]), header, body)
+                header = bytes(source[header_at:body_at])
+                body = bytes(source[body_at : body_at + body_bytes]) if body_bytes else b""
+                if crc or kind in _CHECKED_KINDS:
+                    _verify(bytes(source[at:header_at]), header, body)
                 frames.append(Frame(kind, flags, header, body))
                 at = body_at + body_bytes
         except WireError as error:
@@ -343,7 +345,7 @@ class FrameSocket:
         is used again by the next ``recv``. Raises ClosedError, WireError, DeadlineError; after any of them: close."""
         try:
             self._fill(PREAMBLE_BYTES, deadline, boundary=True)
-            kind, flags, header_bytes, body_bytes = _checked(self._in, self._start, self.limits)
+            kind, flags, header_bytes, body_bytes, _ = _checked(self._in, self._start, self.limits)
             start = bytes(self._in[self._start : self._start + PREAMBLE_BYTES])
             self._start += PREAMBLE_BYTES
             if header_bytes <= _CHUNK_BYTES:

@@ -203,8 +203,9 @@ class PartitionReader:
             return f"it was acknowledged by map v{route}, from before a loss that cost something"
         if not maps:
             return "no ps has joined"
-        if any(known.by(acks) == "" for known in reversed(maps)):
-            return ""
+        for known in reversed(maps):
+            if not known.by(acks):
+                return ""
         return maps[-1].by(acks)
 
     def levels(self) -> dict[str, int]:
