@@ -232,6 +232,8 @@ class Checkpoints(CheckpointRecords):
 
     def release_due(self, job: JobState, shards: Shards, finished: bool) -> list[InstructionType]:
         """After a shard was done (``finished``: the last one of its epoch): what may be released at once."""
+        if not finished and len(shards.releasing) < RELEASE_BATCH:  # nearly always
+            return []
         if self.writing is not None or has_checkpoints(job.spec) or waits_for_mirrors(job.spec) or not self.covered:
             return []
         return self._forget(job, shards.release_due(1 if finished else RELEASE_BATCH))

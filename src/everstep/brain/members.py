@@ -11,6 +11,7 @@ from everstep.model.capacity import Market
 from everstep.model.member import Member, MemberState, Role
 from everstep.policies.node_selection import HOME_NODE, NodeRoom, choose_ps_node, choose_worker_node
 
+_WORKER = Role.WORKER
 RUNNING = (MemberState.STARTING, MemberState.ALIVE, MemberState.SUSPECT)
 
 
@@ -203,10 +204,11 @@ class Members(msgspec.Struct, dict=True):
 
     def current(self, role: Role, slot: Slot, incarnation: Incarnation) -> SlotRecord | None:
         """Return the record, if this very process fills it and was not declared dead; else None: it is fenced."""
-        record = self.of(role).get(slot)
-        if record is None or record.member.incarnation != incarnation or record.member.state not in RUNNING:
+        record = (self.workers if role is _WORKER else self.servers).get(slot)
+        if record is None:
             return None
-        return record
+        member = record.member
+        return record if member.incarnation == incarnation and member.state in RUNNING else None
 
     def rooms(self, role: Role) -> list[NodeRoom]:
         """Return what each living node can still take of this role. ``used`` is 0 where the places are not counted."""

@@ -20,6 +20,7 @@ from everstep.ids import Incarnation, LeaseNo, ShardKey, Slot
 from everstep.model.shard import LEASE_COUNTER_BITS, Lease, ShardSchedule, ShardState, shard_key, split_key
 from everstep.model.snapshot import DatasetPosition, EpochPosition, PartitionSnapshot
 
+_TODO, _DOING, _DONE, _RELEASED = ShardState  # (to find a member of an enum takes longer than to write it)
 RELEASE_BATCH = 16
 RELEASED_REMEMBERED = 256  # said again to a ps that re-joins; a release lost for good only costs it some memory
 
@@ -330,7 +331,7 @@ class Shards(ShardRecords):
         index = len(epoch.state)
         if index >= epoch.shards:
             return None
-        epoch.state.append(ShardState.TODO)
+        epoch.state.append(_TODO)
         return index
 
     def next_carried(self, dataset: Dataset, epoch: Epoch) -> int | None:
@@ -348,7 +349,7 @@ class Shards(ShardRecords):
         key = shard_key(dataset.number, epoch.number, index)
         start, stop = dataset.plan.bounds(index)
         held = HeldLease(no, key, worker, incarnation, start, stop, dataset.number, ask)
-        epoch.state[index] = ShardState.DOING
+        epoch.state[index] = _DOING
         epoch.doing += 1
         self.leases[key] = held
         self.taken_back.pop(key, None)
@@ -361,7 +362,7 @@ class Shards(ShardRecords):
         epoch = self.epoch_of(key)
         assert epoch is not None
         index = split_key(key)[2]
-        epoch.state[index] = ShardState.TODO
+        epoch.state[index] = _TODO
         epoch.doing -= 1
         if position < 0:
             epoch.returned.append(index)
@@ -380,7 +381,7 @@ class Shards(ShardRecords):
         epoch = dataset.epoch(epoch_number)
         while len(epoch.state) <= index:
             epoch.returned.append(len(epoch.state))
-            epoch.state.append(ShardState.TODO)
+            epoch.state.append(_TODO)
         epoch.returned.remove(index)
         return self.grant(dataset, epoch, index, lease.no, worker, incarnation, -1)
 
@@ -390,7 +391,7 @@ class Shards(ShardRecords):
         epoch = self.epoch_of(key)
         assert epoch is not None
         index = split_key(key)[2]
-        epoch.state[index] = ShardState.DONE
+        epoch.state[index] = _DONE
         epoch.doing -= 1
         epoch.done += 1
         counted = held.stop - held.start - skipped
@@ -444,7 +445,7 @@ class Shards(ShardRecords):
             epoch = self.epoch_of(key)
             assert epoch is not None
             number, _, index = split_key(key)
-            epoch.state[index] = ShardState.RELEASED
+            epoch.state[index] = _RELEASED
             touched[number, epoch.number] = epoch
         for epoch in touched.values():
             if epoch.finished and not epoch.state.count(ShardState.DONE):
@@ -465,7 +466,7 @@ class Shards(ShardRecords):
                 continue
             number, _, index = split_key(key)
             dataset = self.datasets[number]
-            epoch.state[index] = ShardState.TODO
+            epoch.state[index] = _TODO
             epoch.done -= 1
             epoch.returned.append(index)
             epoch.samples_done -= record.samples
@@ -574,7 +575,7 @@ class Shards(ShardRecords):
         for index in sorted(marked):
             if index < top and epoch.state[index] == ShardState.RELEASED:
                 start, stop = plan.bounds(index)
-                epoch.state[index] = ShardState.DONE
+                epoch.state[index] = _DONE
                 self.releasing[shard_key(dataset.number, epoch_number, index)] = FinishedShard(stop - start)
         epoch.quarantined = dict.fromkeys(told.quarantined, "set aside before the job was resumed")
         epoch.returned = [i for i in range(top) if epoch.state[i] == ShardState.TODO and i not in epoch.quarantined]

@@ -7,7 +7,9 @@ said it, what led to it), goes to the brain and into the journal.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
+
+import msgspec
 
 from everstep.brain.brain import Brain
 from everstep.brain.events import (
@@ -28,7 +30,7 @@ from everstep.net.messages import RequestType
 Handler = Callable[[Any, Sender], Any]
 
 
-class Handled(NamedTuple):
+class Handled(msgspec.Struct, frozen=True, gc=False):
     """Is a fact that the brain took in: the entry and its number, the answer to its sender, and what is to be done."""
 
     seq: int

@@ -7,6 +7,7 @@ Answers of one turn of the loop go out in one write.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import socket
 import ssl
@@ -24,6 +25,8 @@ from everstep.net.strangers import SPEAK_S, Strangers, address_of, scarce
 
 Handler = Callable[["Peer", RequestType], "Answered | Later | Awaitable[Answered | None] | None"]
 
+_CALL, _RETURN = int(FrameKind.CALL), int(FrameKind.RETURN)  # (an enum's member takes longer to find)
+_preamble = functools.lru_cache(maxsize=4096)(preamble)
 _encoder = msgspec.msgpack.Encoder()
 _call_decoder = msgspec.msgpack.Decoder(Call)
 
@@ -341,7 +344,7 @@ class _Connection(asyncio.Protocol):
     # ------------------------------------------------------------ requests and answers
 
     def _take(self, frame: Frame) -> None:
-        if frame.kind != FrameKind.CALL:
+        if frame.kind != _CALL:
             raise WireError(f"unexpected frame of kind {frame.kind}")
         call = decode_header(_call_decoder, frame.header, "request")
         assert self.peer is not None
@@ -357,7 +360,7 @@ class _Connection(asyncio.Protocol):
             answer.take(self, call.id)
             return
         if isinstance(answer, msgspec.Struct):
-            self.write(FrameKind.RETURN, _encoder.encode(Return(call.id, answer)))
+            self.write(_RETURN, _encoder.encode(Return(call.id, answer)))
             return
         future = asyncio.ensure_future(answer)
         self._tasks.add(future)
@@ -374,7 +377,7 @@ class _Connection(asyncio.Protocol):
                 return
             result = done.result()
             if result is not None:
-                self.write(FrameKind.RETURN, _encoder.encode(Return(call_id, result)))
+                self.write(_RETURN, _encoder.encode(Return(call_id, result)))
 
         future.add_done_callback(answered)
 
@@ -395,7 +398,7 @@ class _Connection(asyncio.Protocol):
     def answer_later(self, call: int, answer: Answered) -> None:
         """Answer a call whose handler returned a :class:`Later`."""
         self._ended()
-        self.write(FrameKind.RETURN, _encoder.encode(Return(call, answer)))
+        self.write(_RETURN, _encoder.encode(Return(call, answer)))
 
     def _handler_failed(self, call: Call, error: BaseException | None = None) -> None:
         logger.error("request %s of %s failed", call.request, self._where(), exc_info=error or True)
@@ -409,7 +412,7 @@ class _Connection(asyncio.Protocol):
             return
         if not self._out:
             self._loop.call_soon(self._flush)
-        self._out.append(preamble(kind, len(header)))
+        self._out.append(_preamble(kind, len(header)))
         self._out.append(header)
 
     def _flush(self) -> None:

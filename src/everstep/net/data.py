@@ -428,7 +428,7 @@ class DataClient:
         if into is not None and 0 < len(frame.body) <= into.nbytes:
             place = into.cast("B")[: len(frame.body)]
             place[:] = frame.body
-            frame = frame._replace(body=place)
+            frame = msgspec.structs.replace(frame, body=place)
         return frame
 
     def _make_room(self) -> None:

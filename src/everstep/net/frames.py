@@ -86,7 +86,9 @@ class ClosedError(WireError):
     """Says that the peer closed the connection between two frames."""
 
 
-class Frame(NamedTuple):
+class Frame(msgspec.Struct, frozen=True, gc=False):
+    """Is a frame as it came: its kind, flags, header and body."""
+
     kind: int
     flags: int
     header: bytes
@@ -208,7 +210,7 @@ class FrameDecoder:
             return frames
         if source is self._buffer:
             del self._buffer[:at]
-        else:
+        elif at < end:
             self._buffer += memoryview(data)[at:]
         return frames
 

@@ -26,6 +26,7 @@ from everstep.model.member import Role
 from everstep.model.shard import LEASE_COUNTER_BITS, Lease, lease_no, split_key
 from everstep.policies.restarts import is_poison
 
+_WORKER = Role.WORKER
 DONE_REMEMBERED = 32  # leases that counted, by worker: a repeated report is answered Ok again
 WAIT_MIN_S = 0.05
 WAIT_WORKERS_PER_S = 2000.0  # waiting workers together ask about so often a second
@@ -122,7 +123,7 @@ class LeaseConcern(Concern):
 
     def _shard_asked(self, e: ShardAsked, told: Event) -> Out:
         by = told.sender
-        record = self.members.current(Role.WORKER, by.slot, by.incarnation)
+        record = self.members.current(_WORKER, by.slot, by.incarnation)
         if record is None:
             return [self.fence_worker(by.slot, by.incarnation)]
         shards = self.shards
@@ -232,7 +233,7 @@ class LeaseConcern(Concern):
 
     def _shard_done(self, e: ShardDone, told: Event) -> Out:
         by = told.sender
-        record = self.members.current(Role.WORKER, by.slot, by.incarnation)
+        record = self.members.current(_WORKER, by.slot, by.incarnation)
         if record is None:
             return [self.fence_worker(by.slot, by.incarnation)]
         held = self._held_by(record, e.shard, e.lease)
@@ -265,7 +266,7 @@ class LeaseConcern(Concern):
         return out
 
     def _shard_returned(self, e: ShardReturned, told: Event) -> Out:
-        record = self.members.current(Role.WORKER, told.slot, told.incarnation)
+        record = self.members.current(_WORKER, told.slot, told.incarnation)
         if record is None:
             return [self.fence_worker(told.slot, told.incarnation)]
         held = self._held_by(record, e.shard, e.lease)
