@@ -15,14 +15,25 @@ import pytest
 from everstep.agent import agent as agent_module
 from everstep.agent.agent import Agent, JobOutcome, free_number, last_error_line
 from everstep.agent.mastersilence import CutOff
-from everstep.brain.events import DrainAsked, FinishJob, Ok, ProcessExited, StartProcess, StopAsked, StopProcess
+from everstep.brain.events import (
+    DrainAsked,
+    FinishJob,
+    Ok,
+    ProcessExited,
+    StartProcess,
+    StopAsked,
+    StopProcess,
+    SuspendAsked,
+)
 from everstep.config.spec import JobSpec
 from everstep.errors import DeadlineError
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.decision import Decision
 from everstep.model.member import Role
+from everstep.model.notice import Notice
 from everstep.net.messages import RequestType
 from everstep.platforms.local import ended
+from everstep.platforms.notices import Change
 
 NODE, WHY = NodeId("node0"), Decision("why", "a test")
 
@@ -387,3 +398,37 @@ def test_an_agent_elsewhere_gives_up_when_the_master_is_gone_for_long(
     outcome = stage.run(play)
     assert outcome.exit_code == 4 and "could not be reached" in outcome.error
     assert "ending what runs here" in "".join(stage.said)
+
+
+@pytest.mark.parametrize("keeps_master", [True, False])
+def test_a_second_notice_counts_if_it_leaves_less_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keeps_master: bool
+) -> None:
+    """The first notice says two minutes, the second one 10 s, the third one five minutes; a fourth is over."""
+    stage = Stage(tmp_path, monkeypatch, keeps_master)
+    agent = stage.agent
+
+    def notice(key: str, lead_s: float, over: bool = False) -> None:
+        change = Change(Notice("a test", key, f"event {key}", time.time() + lead_s), over)
+        agent.post(lambda: agent._noticed(change))
+
+    def asked() -> list[float]:
+        return [r.deadline_s for r in stage.told.requests if isinstance(r, DrainAsked | SuspendAsked)]
+
+    def play() -> None:
+        stage.start(Role.WORKER, 1)
+        stage.pid(Role.WORKER, 1)
+        notice("first", 120.0)
+        stage.told.wait_for(lambda: len(asked()) == 1)
+        notice("third", 300.0)
+        notice("second", 10.0)
+        notice("fourth", 1.0, over=True)
+        stage.told.wait_for(lambda: len(asked()) == 2)
+        assert agent.within(600.0) <= 7.0, "the earlier one counts"
+
+    outcome = stage.run(play)
+    assert outcome.exit_code == 143
+    first, second = asked()
+    assert 100.0 < first <= 117.0 and 1.0 <= second <= 7.0, asked()
+    assert any("event second" in text and "earlier than was said before" in text for text in stage.said)
+    assert not any("event third" in text for text in stage.said)

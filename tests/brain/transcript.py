@@ -257,7 +257,7 @@ class Story:
             case "stop":
                 return Event(at, StopAsked(" ".join(plain), "checkpoint" in plain))
             case "suspend":
-                return Event(at, SuspendAsked(" ".join(plain)))
+                return Event(at, SuspendAsked(" ".join(plain), float(named.get("within", 0))))
             case "supervise":  # so many seconds later
                 self.at += float(plain[0])
                 return Event(self.at, SupervisionDue())

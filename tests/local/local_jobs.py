@@ -106,7 +106,11 @@ class Run:
 
     def go_on(self, *flags: str) -> None:
         """``everstep unsuspend`` in place of ``everstep run``."""
-        argv = [sys.executable, "-m", "everstep.cli", "unsuspend", str(self.run_dir), "--no-display", *flags]
+        self.go_on_from(str(self.run_dir), *flags)
+
+    def go_on_from(self, source: str, *flags: str) -> None:
+        """As ``go_on``, from another place."""
+        argv = [sys.executable, "-m", "everstep.cli", "unsuspend", source, "--no-display", *flags]
         with self.out.open("ab") as out:
             self.popen = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=self.folder)
 

@@ -77,6 +77,10 @@ KILL_AFTER_S = 3.0  # SIGTERM -> SIGKILL of ps and master
 STOP_SAVE_S = 75.0  # so long a job that is stopped may write its last checkpoint and its model
 STOP_ANSWER_S = 5.0  # how long a stop waits for the master's word before it goes on alone
 _SPARE_S = 3.0  # before the moment at which a notice says that this node goes
+_EARLIER_S = 1.0  # by which a second notice has to be earlier to count
+ENDS_S = 5.0  # of a notice for the master's node: its processes end, and what the job needs is kept elsewhere
+_ENDS_SHARE = 0.4  # of a short notice, at most
+_LEAST_S = 1.0  # for a process to end, however little time is left
 RECLAIM_S = 25.0  # SIGTERM of a node that joined -> it leaves; clouds and Kubernetes give 30 s
 STACK_S = 2.0  # for a process to write its stacks
 BEAT_S = 0.5  # members of a group that waits are given up after STALL_S (brain.watch) without our word
@@ -203,6 +207,7 @@ class Agent:
         self._log_path = self.run_dir / "logs" / "agent.log"
         self.notices = NoticeWatch(notices, lambda change: self.post(partial(self._noticed, change)), self._tell)
         self._returns = returns
+        self._goes_at: float | None = None  # by time.monotonic(): what notices leave, less a margin
         self.emptied_for: Notice | None = None  # this node was left because of it
 
     # ------------------------------------------------------------ the loop
@@ -337,8 +342,13 @@ class Agent:
         notice = change.notice
         lead_s = DESIGN_LEAD_S if notice.at is None else max(1.0, notice.at - time.time() - _SPARE_S)
         when = f"in {notice.at - time.time():.0f} s" if notice.at is not None else "soon"
-        if self._leaving or self._asked_to_stop:
+        if self._leaving or (self._asked_to_stop and (change.over or not self._goes_earlier(notice, lead_s))):
             self.log(f"notice from {notice.source}: {notice.what}{' is over' if change.over else ''}")
+        elif self._asked_to_stop:
+            self._tell(
+                f"notice from {notice.source}: {notice.what}, this node goes {when}, earlier than was said before"
+            )
+            self._hurry(notice, lead_s)
         elif change.over:
             self._tell(f"notice from {notice.source} is over: {notice.what}")
         elif notice.certainty is Certainty.LIKELY:
@@ -349,16 +359,36 @@ class Agent:
                 "the job is suspended, and everstep unsuspend goes on"
             )
             self._outcome_unless_known(JobOutcome(143, f"this node goes away: {notice.what}"))
-            self.stop("notice", SuspendAsked(f"its master's node goes away: {notice.what}"))
+            self._goes_at = time.monotonic() + lead_s
+            self.stop("notice", suspend_in_time(notice, lead_s))
         else:
             self._tell(f"notice from {notice.source}: {notice.what}, this node goes {when}")
             self.emptied_for = notice
             self._reclaimed(notice.what, lead_s)
 
+    def _goes_earlier(self, notice: Notice, lead_s: float) -> bool:
+        """Return whether a notice that comes while another one is acted on leaves less time."""
+        known = self._goes_at
+        return (
+            known is not None
+            and notice.certainty is Certainty.CERTAIN
+            and time.monotonic() + lead_s < known - _EARLIER_S
+        )
+
+    def _hurry(self, notice: Notice, lead_s: float) -> None:
+        """There is less time than the first notice said."""
+        self._goes_at = time.monotonic() + lead_s
+        if self._keeps_master:
+            self._reports.put(lambda: self._ask_stop(suspend_in_time(notice, lead_s)))
+        else:
+            self._reports.put(partial(self._ask_drain, lead_s))
+            self._after(lead_s, self._leave)
+
     def _reclaimed(self, why: str, lead_s: float) -> None:
         """This node will be taken away in ``lead_s`` seconds: have it emptied while the job goes on elsewhere, then
         leave."""
         self._asked_to_stop = True
+        self._goes_at = time.monotonic() + lead_s
         self._tell(f"{why}: this node is to be emptied, in at most {lead_s:.0f} s; again to leave at once")
         self._outcome_unless_known(JobOutcome(143, f"interrupted: {why}"))
         self._reports.put(partial(self._ask_drain, lead_s))
@@ -401,7 +431,13 @@ class Agent:
             with contextlib.suppress(EverstepError):
                 answer = self.client.call(request, timeout_s=STOP_ANSWER_S)
         saves = isinstance(answer, Ok) and (isinstance(request, SuspendAsked) or ends_with_checkpoint(self.spec))
-        self.post(lambda: self._after(STOP_SAVE_S if saves else 0.0, self._leave))
+        self.post(lambda: self._after(self.within(STOP_SAVE_S) if saves else 0.0, self._leave))
+
+    def within(self, seconds: float) -> float:
+        """Return ``seconds``, or what is left until this node goes if that is less."""
+        if self._goes_at is None:
+            return seconds
+        return min(seconds, max(_LEAST_S, self._goes_at - time.monotonic()))
 
     # ------------------------------------------------------------ the master
 
@@ -881,13 +917,16 @@ class Agent:
         has_master = self._keeps_master and self._master is not None
         for entry in list(self._running.values()):
             if entry.status is None and entry.role == Role.WORKER:
-                self._terminate(entry, WORKER_GRACE_S)
+                self._terminate(entry, self.within(WORKER_GRACE_S))
             elif entry.status is None:
                 by_itself = has_master or self._told_over
-                self._after(PS_GRACE_S if by_itself else 0.0, partial(self._terminate, entry, KILL_AFTER_S))
+                self._after(
+                    self.within(PS_GRACE_S) if by_itself else 0.0, partial(self._terminate, entry, KILL_AFTER_S)
+                )
         if self._keeps_master:
-            self._after(PS_GRACE_S + KILL_AFTER_S + 2.0, lambda: self._end_master(signal.SIGTERM))
-            self._after(PS_GRACE_S + 2 * KILL_AFTER_S + 2.0, lambda: self._end_master(signal.SIGKILL))
+            grace_s = self.within(PS_GRACE_S) + KILL_AFTER_S
+            self._after(grace_s + 2.0, lambda: self._end_master(signal.SIGTERM))
+            self._after(grace_s + KILL_AFTER_S + 2.0, lambda: self._end_master(signal.SIGKILL))
         self.post(lambda: None)
 
     def _end_master(self, signo: int) -> None:
@@ -925,6 +964,13 @@ class Agent:
 
     def __repr__(self) -> str:
         return f"<agent of {self.node}: {len(self._running)} processes{' leaving' if self._leaving else ''}>"
+
+
+def suspend_in_time(notice: Notice, lead_s: float) -> SuspendAsked:
+    """Return the wish to suspend the job of a master whose node goes in ``lead_s`` seconds: what its processes need to
+    end, and its files to be kept elsewhere, is left of it."""
+    ends_s = min(ENDS_S, _ENDS_SHARE * lead_s)
+    return SuspendAsked(f"its master's node goes away: {notice.what}", round(lead_s - ends_s, 3))
 
 
 def free_number(taken: Iterable[int]) -> int:

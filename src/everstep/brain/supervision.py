@@ -46,12 +46,12 @@ class Supervision(msgspec.Struct, kw_only=True):
     or was unsuspended. ``lack``: of whom there are too few; "": of nobody. ``short_since``: since when, 0: there are
     enough, and have been for long enough. ``enough_since``: since when there are enough again, 0: there are not.
     ``due_at``: when the supervisor has to look again, 0: never. ``suspending``: why the job is being suspended.
-    ``by_itself``: it is suspended because of who was there, and goes on when they are back. ``suspensions``: so far.
-    ``losses``: of processes, beside those of lost nodes. ``told``: what was said last of a wait that cannot end.
-    ``spent``: seconds in states that are over, by state. ``goes_on``: the next master does not replace a lost one, but
-    is the first one after a suspension. ``on_demand``: machines asked for in place of spot ones, 0: none;
-    ``on_demand_since``: since when. ``stand_ins``: that were granted and are held. ``spot_since``: since when the
-    other machines are enough."""
+    ``suspend_by``: when it is suspended without a new checkpoint, 0: never. ``by_itself``: it is suspended because of
+    who was there, and goes on when they are back. ``suspensions``: so far. ``losses``: of processes, beside those of
+    lost nodes. ``told``: what was said last of a wait that cannot end. ``spent``: seconds in states that are over, by
+    state. ``goes_on``: the next master does not replace a lost one, but is the first one after a suspension.
+    ``on_demand``: machines asked for in place of spot ones, 0: none; ``on_demand_since``: since when. ``stand_ins``:
+    that were granted and are held. ``spot_since``: since when the other machines are enough."""
 
     stage: JobStage = JobStage.PENDING
     changes: list[StageChange] = []
@@ -71,6 +71,7 @@ class Supervision(msgspec.Struct, kw_only=True):
     on_demand_since: float = 0.0
     stand_ins: list[NodeId] = []
     spot_since: float = 0.0
+    suspend_by: float = 0.0
 
     def __repr__(self) -> str:
         return f"<supervision {self.stage}{f', {self.lack}' if self.lack else ''}>"

@@ -150,19 +150,27 @@ def suspend(run_dir: Path) -> None:
 
 
 @cli.command()
-@RUN_DIR
+@click.argument("run_dir", metavar="RUN_DIR|URL")
+@click.option("--run-dir", "new_dir", type=click.Path(), help="Of URL: the run directory here [runs/NAME-DATE-TIME].")
+@click.option("--script", type=click.Path(), help="Of URL: where the training script is here [where it was].")
+@click.option("--bind", metavar="HOST:PORT", help="Of URL: the address for other nodes here [as before].")
 @click.option("--budget", type=float, help="USD that the job may spend from now on in all; 0: any sum.")
 @click.option("--no-display", is_flag=True, help="Plain lines even on a terminal.")
-def unsuspend(run_dir: Path, budget: float | None, no_display: bool) -> None:
-    """Have a suspended job go on, here, in the same run directory (everstep resume begins a new run)."""
+def unsuspend(
+    run_dir: str, new_dir: str | None, script: str | None, bind: str | None, budget: float | None, no_display: bool
+) -> None:
+    """Have a suspended job go on, here: in its run directory, or, from the URL of its checkpoints, on another machine
+    (everstep resume begins a new run)."""
+    from everstep.cli.suspend import MovedTo
     from everstep.cli.suspend import unsuspend as unsuspend_job
 
-    if str(run_dir).startswith("k8s:"):
+    if run_dir.startswith("k8s:"):
         from everstep.cli import cluster_job
 
-        cluster_job.suspend(run_dir, False)
+        cluster_job.suspend(Path(run_dir), False)
         return
-    raise SystemExit(unsuspend_job(run_dir, not no_display, budget))
+    moved = MovedTo(run_dir=new_dir or "", script=script or "", bind=bind or "")
+    raise SystemExit(unsuspend_job(run_dir, not no_display, budget, moved))
 
 
 @cli.command()

@@ -20,7 +20,7 @@ from everstep.agent.rundir import FOLDERS, RunDirLock, disk_error, remove_socket
 from everstep.cli.capacity import make_fleet
 from everstep.cli.display import Display, make_screen, read_summary, summary_lines
 from everstep.cli.model import leave_model
-from everstep.cli.suspend import go_on, wait_for_capacity
+from everstep.cli.suspend import go_on, keep_elsewhere, take_here, wait_for_capacity
 from everstep.config.capacity import parse_capacity
 from everstep.config.load import check_policy_module, check_script, load_spec, new_run_dir, read_spec, save_spec
 from everstep.config.spec import JobSpec
@@ -249,7 +249,7 @@ def run_terms(
                 fleet.start()
             try:
                 outcome = agent.run()
-                if files is not None and (missing := files.wait(LOGS_S)):
+                if files is not None and (missing := files.wait(agent.within(LOGS_S))):
                     silent = f"these nodes were not heard for {LOGS_S:g} s"
                     run.say(f"audit logs of {', '.join(missing)} are not all here: {silent}")
             finally:
@@ -257,11 +257,15 @@ def run_terms(
                     fleet.pause()
                 run.display.stop()
             summary = read_summary(run_dir)
+            if summary is not None and summary.is_suspended:
+                keep_elsewhere(spec, run_dir, summary)
             suspended = outcome.exit_code == 0 and summary is not None and summary.is_suspended
             if not suspended or summary is None or not summary.by_itself or fleet is None:
                 break
             print("\n".join(summary_lines(summary, run_dir)), flush=True)
-            go_on(run_dir, summary.suspensions, wait_for_capacity(spec, run_dir, summary.suspensions, fleet))
+            why = wait_for_capacity(spec, run_dir, summary.suspensions, fleet)
+            take_here(spec, run_dir, summary.suspensions)
+            go_on(run_dir, summary.suspensions, why)
             first = _nothing
     finally:
         if fleet is not None:

@@ -87,6 +87,10 @@ class StoragePlace(abc.ABC):
     def delete(self, path: str) -> None:
         """Delete a file; harmless when it is not there."""
 
+    def make_private(self, path: str) -> None:
+        """Make a folder whose files only this user may read. (Object stores have rights of their own.)"""
+        bare(path)
+
     def put(self, path: str, data: bytes) -> None:
         """Write a whole file at once, durable on return."""
         with self.create(path) as file:
@@ -141,6 +145,16 @@ class LocalPlace(StoragePlace):
 
     def create(self, path: str) -> NewFile:
         return _LocalFile(self.root / bare(path))
+
+    def make_private(self, path: str) -> None:
+        folder = self.root / bare(path)
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise StorageError(
+                f"cannot make {folder}: {error.strerror}", passing=error.errno not in _HOPELESS
+            ) from error
 
     def open(self, path: str) -> BinaryIO:
         try:

@@ -6,7 +6,7 @@ from typing import cast
 
 from everstep.brain.checkpoints import ends_with_checkpoint
 from everstep.brain.concerns.concern import OK, Concern, Handlers, Inputs, Out
-from everstep.brain.events import Event, FinishJob, Note, StopAsked
+from everstep.brain.events import Event, FinishJob, InstructionType, Note, StopAsked
 from everstep.brain.job import Phase
 from everstep.model.decision import Decision
 from everstep.model.member import Role
@@ -61,9 +61,28 @@ class EndingConcern(Concern):
         if not saved and lost:
             since = f"checkpoint {newest.checkpoint}" if newest is not None else "its beginning"
             words += f"; nobody is left who could write a checkpoint: the job will go on from {since}"
-        supervision.suspensions += 1
+        return self._finish_suspended(words)
+
+    def _finish_suspended(self, words: str) -> Out:
+        newest = self.checkpoints.newest
+        self.state.supervision.suspensions += 1
         inputs: Inputs = {"checkpoint": newest.checkpoint if newest is not None else 0}
         return [Note("", Decision("suspended", words, inputs)), self.job.finish(Phase.SUSPENDED, 0, "")]
+
+    def suspend_now(self, at: float) -> Out:
+        """The time for a last checkpoint is over: suspend the job with the one before, if there is one."""
+        supervision, checkpoints = self.state.supervision, self.checkpoints
+        if not supervision.suspending or checkpoints.stopped:
+            return []
+        newest, lost = checkpoints.newest, self.concerns.training.lost_if_ended()
+        if lost and newest is None:
+            return self._cannot_suspend(at, "no checkpoint was written in time, and there is none before it")
+        writing, out = checkpoints.writing, list[InstructionType]()
+        if writing is not None:
+            out += checkpoints.give_up(f"not written within the time that there was ({len(writing.snapshots)} images)")
+        since = f"checkpoint {newest.checkpoint}" if newest is not None else "its beginning"
+        words = f"{supervision.suspending}; its state was not written in time: the job will go on from {since}"
+        return [*out, *self._finish_suspended(words)]
 
     def _cannot_suspend(self, at: float, why: str) -> Out:
         words = f"{self.state.supervision.suspending}; but {why}"

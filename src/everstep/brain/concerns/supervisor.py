@@ -78,8 +78,21 @@ class SupervisorConcern(Concern):
 
     def _suspend_asked(self, e: SuspendAsked, told: Event) -> Out:
         if self.job.over or self.checkpoints.stopping:
-            return [OK]  # (it ends already, and keeps its state safe)
-        return [OK, *self._suspend(e.reason, told.at, by_itself=False)]
+            return [OK, *self._hurry(e, told.at)]  # (it ends already, and keeps its state safe)
+        out = self._suspend(e.reason, told.at, by_itself=False)
+        return [OK, *out, *self._hurry(e, told.at)]
+
+    def _hurry(self, e: SuspendAsked, at: float) -> Out:
+        """The job is being suspended: this is how long its last checkpoint may take; an earlier time counts."""
+        supervision = self.state.supervision
+        if self.job.over or not supervision.suspending or not e.deadline_s:
+            return []
+        by = at + e.deadline_s
+        if 0 < supervision.suspend_by <= by:
+            return []
+        supervision.suspend_by = supervision.due_at = by
+        words = f"the checkpoint has {e.deadline_s:.1f} s; else the job is suspended with the one before"
+        return [Note("", Decision("suspend in time", words, {"deadline_s": round(e.deadline_s, 1)}))]
 
     def _due(self, e: SupervisionDue, told: Event) -> Out:
         return []  # (what follows from the time, ``settle`` says)
@@ -94,7 +107,7 @@ class SupervisorConcern(Concern):
         job.phase = Phase.TRAINING if begun else Phase.STARTING
         job.anyway, job.gathered, job.nodes_due_at = False, False, 0.0
         supervision.suspending, supervision.begun, supervision.told, supervision.goes_on = "", False, "", True
-        supervision.short_since = supervision.enough_since = 0.0
+        supervision.short_since = supervision.enough_since = supervision.suspend_by = 0.0
         supervision.on_demand, supervision.stand_ins, supervision.spot_since = 0, [], 0.0
         self.checkpoints.go_on()
         for node in self.members.nodes.values():
@@ -144,6 +157,8 @@ class SupervisorConcern(Concern):
                 f"fail_tolerance={tolerated}; see everstep explain"
             )
             return [self.fail(4, error)]
+        if supervision.suspend_by:
+            return self._suspend_in_time(at, due)
         anyway, job.anyway, supervision.due_at = job.anyway, False, 0.0
         lack = self._lack()
         if lack:
@@ -164,6 +179,15 @@ class SupervisorConcern(Concern):
         supervision.short_since = supervision.enough_since = 0.0
         supervision.told = ""
         return []
+
+    def _suspend_in_time(self, at: float, due: bool) -> Out:
+        """The job is being suspended, and has so long for its last checkpoint."""
+        supervision = self.state.supervision
+        supervision.due_at = supervision.suspend_by
+        if not due or at < supervision.suspend_by:
+            return []
+        supervision.suspend_by = supervision.due_at = 0.0
+        return self.concerns.ending.suspend_now(at)
 
     def _wait(self, at: float, due: bool) -> Out:
         """Too few are there. What is done about it is done by the clock alone, and not in the midst of a loss."""
@@ -218,13 +242,14 @@ class SupervisorConcern(Concern):
 
     def _suspend(self, reason: str, at: float, by_itself: bool) -> Out:
         supervision = self.state.supervision
-        supervision.suspending, supervision.by_itself, supervision.due_at = reason, by_itself, 0.0
+        supervision.suspending, supervision.by_itself = reason, by_itself
+        supervision.due_at = supervision.suspend_by = 0.0
         return self.concerns.ending.suspend(reason, at)
 
     def cannot_suspend(self, at: float) -> None:
         """The job's state could not be made safe: it goes on, and waits anew."""
         supervision = self.state.supervision
-        supervision.suspending, supervision.by_itself = "", False
+        supervision.suspending, supervision.by_itself, supervision.suspend_by = "", False, 0.0
         supervision.short_since = at if supervision.short_since else 0.0
 
     # ------------------------------------------------------------ the state of the job

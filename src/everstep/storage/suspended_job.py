@@ -1,0 +1,214 @@
+"""Keeps what a suspended job needs beside its checkpoints, so that it goes on on another machine.
+
+In ``suspended/`` of the place: ``index.json`` says what there is; the files are in a folder of the suspension's number.
+They go there in the order of their worth: first those without which the job cannot go on (secret, settings, journal),
+then those that prove what was trained (audit logs), then those for people. The index is written behind the first ones,
+and again behind the last ones: a machine that goes meanwhile leaves a job that goes on.
+
+What is read from a place is a stranger's: names are of a known kind, sizes and digests are checked. The place has the
+job's secret: who may read it may join the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+import socket
+import sqlite3
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from everstep.bounds import MALFORMED
+from everstep.errors import ConfigError, PlatformError
+from everstep.storage.atomic import private
+from everstep.storage.places import StoragePlace
+
+FOLDER: Final = "suspended"
+INDEX: Final = f"{FOLDER}/index.json"
+VERSION: Final = 1
+JOURNAL: Final = "journal.sqlite"
+NEEDED: Final = ("secret", "job.json", "summary.json", JOURNAL)
+"""Without these a job cannot go on."""
+_ALSO_NEEDED = ("resume.json",)  # of a job that began from a checkpoint
+_SHOWN = ("events.jsonl", "members.jsonl", "metrics.jsonl")  # for people; a job goes on without
+_LOG = re.compile(r"audit/[a-z]{1,16}-\d{1,9}\.\d{1,9}\.log")
+_INDEX_MAX_BYTES = 16 << 20
+_FILE_MAX_BYTES = 64 << 30
+_PIECE_BYTES = 4 << 20
+
+
+class KeptFile(msgspec.Struct, frozen=True, array_like=True):
+    """Is one file: its path in the run directory, its size, and the SHA-256 of its contents."""
+
+    path: str
+    size_bytes: int
+    digest: str
+
+
+class Taken(msgspec.Struct, frozen=True):
+    """Says where the job went on: on which host, in which run directory, and when."""
+
+    host: str
+    run_dir: str
+    at: float
+
+
+class SuspendedJob(msgspec.Struct, frozen=True, kw_only=True):
+    """Is the index. ``number``: of the suspension. ``host``, ``run_dir``: where the job was. ``complete``: all files
+    are there, not only the needed ones. ``taken``: the job has gone on; None: it has not."""
+
+    version: int = VERSION
+    job: str
+    number: int
+    at: float
+    host: str
+    run_dir: str
+    files: tuple[KeptFile, ...] = ()
+    complete: bool = False
+    taken: Taken | None = None
+
+
+_decoder = msgspec.json.Decoder(SuspendedJob)
+
+
+def keep_suspended(place: StoragePlace, run_dir: Path, job: str, number: int) -> SuspendedJob:
+    """Put the files of a suspended job beside its checkpoints; return the index. Raises StorageError, PlatformError."""
+    place.make_private(FOLDER)
+    place.make_private(f"{FOLDER}/{number}")
+    index = SuspendedJob(job=job, number=number, at=time.time(), host=socket.gethostname(), run_dir=str(run_dir))
+    needed = [*NEEDED, *(name for name in _ALSO_NEEDED if (run_dir / name).exists())]
+    index = _put_files(place, run_dir, index, needed)
+    _put_index(place, index)
+    logs = sorted(f"audit/{path.name}" for path in (run_dir / "audit").glob("*.log"))
+    shown = [name for name in _SHOWN if (run_dir / name).exists()]
+    index = _put_files(place, run_dir, index, [name for name in logs if _LOG.fullmatch(name)] + shown)
+    index = msgspec.structs.replace(index, complete=True)
+    _put_index(place, index)
+    for path in place.sizes():
+        folder = path.split("/")[1] if path.startswith(f"{FOLDER}/") and path.count("/") > 1 else str(number)
+        if folder != str(number):
+            place.delete(path)  # of an earlier suspension
+    return index
+
+
+def read_suspended(place: StoragePlace) -> SuspendedJob | None:
+    """Return the index of a place; None: no suspended job is kept there. Raises ConfigError: it is damaged, or another
+    version's; StorageError."""
+    try:
+        raw = place.read(INDEX, _INDEX_MAX_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        index = _decoder.decode(raw)
+    except MALFORMED as error:
+        raise ConfigError(f"{place.url}/{INDEX} is damaged: {error}") from None
+    if index.version != VERSION:
+        raise ConfigError(f"{place.url}/{INDEX} is of version {index.version}; this everstep reads version {VERSION}")
+    names = [file.path for file in index.files]
+    strange = [name for name in names if not _is_known(name)]
+    if strange or len(set(names)) < len(names) or index.number < 1:
+        raise ConfigError(
+            f"{place.url}/{INDEX} is damaged: {strange[0] if strange else 'a file'} does not belong there"
+        )
+    if lacking := [name for name in NEEDED if name not in names]:
+        raise ConfigError(f"{place.url}/{INDEX} is damaged: it has no {lacking[0]}")
+    return index
+
+
+def fetch_suspended(place: StoragePlace, index: SuspendedJob, run_dir: Path) -> None:
+    """Copy the files of a suspended job into a new run directory. Raises PlatformError: one is damaged, or the disk
+    refuses; StorageError."""
+    for file in index.files:
+        _fetch(place, f"{FOLDER}/{index.number}/{file.path}", file, run_dir / file.path)
+
+
+def mark_taken(place: StoragePlace, number: int, run_dir: Path) -> None:
+    """Say that the job has gone on here: nobody else is to go on with it. Raises StorageError."""
+    index = read_suspended(place)
+    if index is None or index.number != number:
+        return
+    taken = Taken(socket.gethostname(), str(run_dir), time.time())
+    _put_index(place, msgspec.structs.replace(index, taken=taken))
+
+
+def _is_known(name: str) -> bool:
+    return name in (*NEEDED, *_ALSO_NEEDED, *_SHOWN) or _LOG.fullmatch(name) is not None
+
+
+def _put_index(place: StoragePlace, index: SuspendedJob) -> None:
+    place.put(INDEX, msgspec.json.encode(index))
+
+
+def _put_files(place: StoragePlace, run_dir: Path, index: SuspendedJob, names: list[str]) -> SuspendedJob:
+    """Copy files of the run directory to the place; return the index with them."""
+    done = [_put(place, run_dir, name, f"{FOLDER}/{index.number}/{name}") for name in names]
+    return msgspec.structs.replace(index, files=(*index.files, *done))
+
+
+def _put(place: StoragePlace, run_dir: Path, name: str, to: str) -> KeptFile:
+    digest, size = hashlib.sha256(), 0
+    with _readable(run_dir, name) as path:
+        try:
+            with path.open("rb") as source, place.create(to) as file:
+                while piece := source.read(_PIECE_BYTES):
+                    file.write(piece)
+                    digest.update(piece)
+                    size += len(piece)
+                file.commit()
+        except OSError as error:
+            raise PlatformError(f"cannot read {path}: {error.strerror or error}") from error
+    return KeptFile(name, size, digest.hexdigest())
+
+
+@contextlib.contextmanager
+def _readable(run_dir: Path, name: str) -> Iterator[Path]:
+    """Give the file to read: of a journal a copy that has its write-ahead log, too."""
+    if name != JOURNAL:
+        yield run_dir / name
+        return
+    with tempfile.TemporaryDirectory(prefix=".kept-", dir=run_dir) as folder:
+        copy = Path(folder) / JOURNAL
+        try:
+            with (
+                contextlib.closing(sqlite3.connect(f"{(run_dir / name).resolve().as_uri()}?mode=ro", uri=True)) as old,
+                contextlib.closing(sqlite3.connect(copy)) as new,
+            ):
+                old.backup(new)
+        except sqlite3.Error as error:
+            raise PlatformError(f"cannot copy {run_dir / name}: {error}") from error
+        yield copy
+
+
+def _fetch(place: StoragePlace, path: str, file: KeptFile, to: Path) -> None:
+    if not 0 <= file.size_bytes <= _FILE_MAX_BYTES:
+        raise PlatformError(f"{place.url}/{path}: its index says {file.size_bytes} bytes")
+    digest, size = hashlib.sha256(), 0
+    try:
+        to.parent.mkdir(mode=0o700, exist_ok=True)
+        with place.open(path) as source, open(to, "xb", opener=private) as target:
+            while piece := source.read(_PIECE_BYTES):
+                size += len(piece)
+                if size > file.size_bytes:
+                    break
+                digest.update(piece)
+                target.write(piece)
+    except FileNotFoundError:
+        raise PlatformError(f"{place.url}/{path} is gone; nothing was begun") from None
+    except OSError as error:
+        raise PlatformError(f"cannot copy {place.url}/{path} to {to}: {error.strerror or error}") from error
+    if size != file.size_bytes or digest.hexdigest() != file.digest:
+        raise PlatformError(f"{place.url}/{path} is damaged: it is not what its index says; nothing was begun")
+
+
+def where_words(index: SuspendedJob) -> str:
+    """Return where the job went on, for people."""
+    taken = index.taken
+    assert taken is not None
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(taken.at))
+    return f"it went on at {taken.host}, {taken.run_dir}, since {at}"
