@@ -22,6 +22,7 @@
 #include "mirror_module.h"
 #include "route.h"
 #include "rows.h"
+#include "span_copier_module.h"
 #include "store.h"
 
 namespace nb = nanobind;
@@ -529,6 +530,7 @@ NB_MODULE(_native, m) {
   bind_gf256(m);
   bind_feed(m);
   bind_group(m);
+  bind_span_copier(m);
 
   m.def("unique_route", &route, nb::arg("ids").noconvert(), nb::arg("n_buckets"), nb::arg("table_id"),
         nb::arg("bucket_ps").noconvert(), nb::arg("n_ps") = -1);

@@ -75,6 +75,7 @@ class Keeper:
         self.has_state = False
         self.line = -1
         self.on_synced: Callable[[], None] | None = None
+        self.copy: Any = None
         self.on_error: Callable[[EverstepError], None] | None = None
 
     def follow(self, group: Group) -> None: ...

@@ -38,7 +38,7 @@ from everstep.brain.events import (
 )
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, NodeId, Slot
-from everstep.model.group import Committed, Mark
+from everstep.model.group import Committed, Group, HeldCopy, Mark
 from everstep.model.member import Role
 from everstep.model.reasons import CheckpointReason, LeaveReason
 from everstep.model.shard import ShardSchedule
@@ -82,9 +82,9 @@ class Script:
         for plan in (TRAIN, MORE):
             self.say(Event(0.0, PlanRegistered(plan), by_worker(Slot(slot), Incarnation(self.lives[slot]))))
 
-    def ask(self, slot: int, mark: Mark | None = None) -> list[InstructionType]:
+    def ask(self, slot: int, mark: Mark | None = None, copy: HeldCopy | None = None) -> list[InstructionType]:
         return self.say(
-            Event(0.0, GroupAsked(0, 2, 8, None, mark), by_worker(Slot(slot), Incarnation(self.lives[slot])))
+            Event(0.0, GroupAsked(0, 2, 8, None, mark, copy), by_worker(Slot(slot), Incarnation(self.lives[slot])))
         )
 
     def kill(self, slot: int) -> list[InstructionType]:
@@ -370,3 +370,98 @@ def test_who_writes_what_the_job_ends_with_is_lost_and_another_one_writes_it() -
     for slot in (0, 1):
         job.hire(slot)
     assert any(isinstance(i, PublishGroup) and not i.group.begin.step for i in [*job.ask(0), *job.ask(1)])
+
+
+# ---------------------------------------------------------------- copies that outlive their worker (mode pipeline)
+
+STAGES = JobSpec(mode="pipeline", stages=2, workers=1, ps=0, checkpoint_every="1h")
+
+
+def begins(out: list[InstructionType]) -> Group:
+    return next(i for i in out if isinstance(i, PublishGroup)).group
+
+
+def staged() -> Script:
+    """A job whose newest checkpoint is of step 2, and which the journal has up to step 7."""
+    job = Script(STAGES)
+    job.commit(0, 1, 0, 0, 20)
+    job.save(Mark(2, 0, 0, 20))
+    job.commit(2, 7, 0, 20, 80)
+    return job
+
+
+def test_the_only_worker_goes_on_from_its_copy() -> None:
+    job = staged()
+    job.kill(0)
+    job.hire(0)
+    out = job.ask(0, copy=HeldCopy(Mark(7, 0, 0, 70), 1))
+    group = begins(out)
+    assert (group.begin, group.restore, group.copied) == (Mark(7, 0, 0, 70), 0, (0, 2)) and not group.from_nothing
+    assert job.brain.state.groups.step == 7 and job.brain.shards.samples_done == 70
+    void = next(i.decision for i in out if isinstance(i, Note) and i.decision.action == "steps void")
+    assert "steps 7..7 are done again, from the copy of worker:0" in void.reason
+    job.commit(7, 8, 0, 70, 100)
+    assert job.brain.shards.samples_done == 100
+
+
+def test_a_copy_at_the_end_of_an_epoch_is_at_the_begin_of_the_next() -> None:
+    job = staged()
+    job.commit(8, 9, 0, 80, 100)
+    job.kill(0)
+    job.hire(0)
+    assert begins(job.ask(0, copy=HeldCopy(Mark(10, 0, 0, 100), 1))).begin == Mark(10, 0, 1, 0)
+
+
+def test_killed_again_before_the_next_copy_it_begins_there_again() -> None:
+    job = staged()
+    for _ in range(3):
+        job.kill(0)
+        job.hire(0)
+        group = begins(job.ask(0, copy=HeldCopy(Mark(7, 0, 0, 70), 1)))
+        assert (group.begin, group.copied) == (Mark(7, 0, 0, 70), (0, job.lives[0]))
+
+
+@pytest.mark.parametrize(
+    "copy",
+    [
+        HeldCopy(Mark(7, 0, 0, 70), 9),  # of another line
+        HeldCopy(Mark(9, 0, 0, 90), 1),  # the journal lacks its steps
+        HeldCopy(Mark(8, 0, 0, 77), 1),  # the journal has that step elsewhere
+        HeldCopy(Mark(2, 0, 0, 20), 1),  # older than the checkpoint, or as old
+        None,
+    ],
+)
+def test_a_copy_that_is_of_no_use_is_left(copy: HeldCopy | None) -> None:
+    job = staged()
+    job.kill(0)
+    job.hire(0)
+    group = begins(job.ask(0, copy=copy))
+    assert (group.begin, group.restore, group.copied) == (Mark(2, 0, 0, 20), 1, None)
+
+
+def test_a_copy_of_a_line_that_is_over_is_left() -> None:
+    job = staged()
+    job.kill(0)
+    job.hire(0)
+    assert begins(job.ask(0)).restore == 1
+    job.commit(2, 4, 0, 20, 50)
+    job.kill(0)
+    job.hire(0)
+    assert begins(job.ask(0, copy=HeldCopy(Mark(7, 0, 0, 70), 1))).restore == 1
+
+
+def test_with_others_there_a_copy_is_not_needed() -> None:
+    job = Script(msgspec.structs.replace(STAGES, workers=2))
+    job.commit(0, 7, 0, 0, 80)
+    job.kill(1)
+    job.hire(1)
+    job.ask(1, copy=HeldCopy(Mark(7, 0, 0, 70), 1))
+    group = job.brain.state.groups.group
+    assert group is not None and group.copied is None and group.origin == 1
+    for slot in (0, 1):
+        job.kill(slot)
+    for slot in (0, 1):
+        job.hire(slot)
+    job.ask(0, copy=HeldCopy(Mark(6, 0, 0, 60), 1))
+    group = begins(job.ask(1, copy=HeldCopy(Mark(7, 0, 0, 70), 1)))
+    assert (group.begin, group.copied, group.size) == (Mark(7, 0, 0, 70), (1, 3), 2)

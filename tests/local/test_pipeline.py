@@ -185,10 +185,11 @@ def test_stages_of_two_replicas_are_killed(run: PipelineRun) -> None:
 
 
 def test_the_only_replica_is_killed_and_goes_on_bit_for_bit(run: PipelineRun) -> None:
-    """Its steps since the newest checkpoint are done again; the state is that of a run that nobody disturbed, with its
-    optimizer, and that of all stages in one process."""
+    """It goes on from the copies of its stages, without any checkpoint: at most a step besides the one in hand is done
+    again. The state is that of a run that nobody disturbed, with its optimizer, and that of all stages in one
+    process."""
     run.write(pause="0.01")
-    run.train("--stages", "3", "--checkpoint-every", "5batches", deaths="{(17, 0, 2, 1): 9, (40, 0, 0, 2): 9}")
+    run.train("--stages", "3", "--copy-every", "1", deaths="{(17, 0, 2, 1): 9, (40, 0, 0, 2): 9}")
     state = run.finished(states=1)
     expected, digest = alone(run)
     assert state.keys() == expected.keys()
@@ -197,9 +198,21 @@ def test_the_only_replica_is_killed_and_goes_on_bit_for_bit(run: PipelineRun) ->
     assert f"state {digest}" in run.logs()
     close_to_plain(state, run.batch)
     assert "failures survived: 2 worker" in run.text()
+    code, out = run.everstep("audit", str(run.run_dir))
+    void = re.search(r"steps committed 62(?:, (\d) more void)?", out)
+    assert code == 0 and void is not None and int(void[1] or 0) <= 2, out
+    assert run.text().count("from the copy of worker:0") >= 1, run.text()
     code, out = run.everstep("bubbles", str(run.run_dir), "--out", str(run.folder / "job.svg"))
     assert code == 0 and "3 stages, Schedule1F1B, 4 microbatches of 10 samples" in out and "33.3 %" in out, out
     assert "stage 2" in (run.folder / "job.svg").read_text()
+    assert "worker:0 stage 2: " in out and "a copy in each: as the job says" in out, out
+
+
+def test_without_copies_the_newest_checkpoint_is_what_is_left(run: PipelineRun) -> None:
+    run.write(pause="0.01")
+    run.train("--stages", "2", "--copy-every", "off", "--checkpoint-every", "5batches", deaths="{(17, 0, 1, 1): 9}")
+    run.finished(states=1)
+    assert "from the copy" not in run.text()
 
 
 @pytest.mark.slow

@@ -545,11 +545,16 @@ class Agent:
 
     # ------------------------------------------------------------ the template
 
+    def _preload(self) -> tuple[str, ...]:
+        """Return modules that every worker of this job needs, and those that the job names."""
+        mode = ("everstep.api.pipeline_trainer",) if self.spec.mode == "pipeline" else ()
+        return (*mode, *self.spec.preload)
+
     def _start_template(self) -> None:
         if self._leaving or (self.spec.master_alone and not self.worker_places):
             return
         self._template_started_at = time.monotonic()
-        self._template = template = WarmTemplate(self.run_dir, self._script, self.spec.preload)
+        self._template = template = WarmTemplate(self.run_dir, self._script, self._preload())
         self._selector.register(template.conn, selectors.EVENT_READ, self._template_spoke)
         self.log(f"template started, pid {template.process.pid}")
         for entry in list(self._running.values()):
@@ -635,6 +640,7 @@ class Agent:
             cwd=str(Path.cwd()),
             threads=threads,
             processes=self.spec.worker_processes,
+            copies=self.spec.stages > 1 and self.spec.copy_every != "off",
         )
         try:
             self._template.fork(request)

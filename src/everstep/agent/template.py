@@ -24,6 +24,8 @@ from everstep.agent.imports import script_imports
 from everstep.platforms.local import die_with_parent, sweep_group
 
 MAX_PACKET_BYTES = 128 * 1024
+COPIES_VARIABLE = "EVERSTEP_COPIES"  # as in pipeline.copy_slots
+_SLOTS = 2  # for each process
 
 
 class Fork(msgspec.Struct, frozen=True, tag="fork"):
@@ -38,6 +40,7 @@ class Fork(msgspec.Struct, frozen=True, tag="fork"):
     cwd: str
     threads: int
     processes: int = 1  # of this worker
+    copies: bool = False  # the worker's processes are stages, and copy their state into memory of the template
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -120,6 +123,7 @@ class Template:
         self._conn = conn
         self._run_dir = run_dir
         self._children: dict[int, tuple[Fork, int]] = {}  # pidfd -> (request, pid)
+        self._copies: dict[int, list[int]] = {}  # by worker: memory that outlives it (``pipeline.copy_slots``)
         self._poll = select.poll()
         self._poll.register(conn, select.POLLIN)
 
@@ -139,6 +143,9 @@ class Template:
 
     def _fork(self, request: Fork) -> None:
         parent = os.getpid()
+        if request.copies and request.slot not in self._copies:
+            files = 1 + _SLOTS * request.processes
+            self._copies[request.slot] = [os.memfd_create("everstep-copy", os.MFD_CLOEXEC) for _ in range(files)]
         pid = os.fork()
         if pid == 0:
             self._become_worker(request, parent)  # never returns
@@ -156,6 +163,12 @@ class Template:
             self._conn.close()
             for fd in self._children:
                 os.close(fd)
+            for slot, fds in self._copies.items():
+                if slot != request.slot:
+                    for fd in fds:
+                        os.close(fd)
+            if request.copies:
+                os.environ[COPIES_VARIABLE] = ",".join(map(str, self._copies[request.slot]))
             from everstep.agent.worker_process import run_worker
 
             run_worker(request)
@@ -168,7 +181,11 @@ class Template:
         sweep_group(pid)
         _, status = os.waitpid(pid, 0)
         os.close(pidfd)
-        send(self._conn, Ended(request.slot, request.incarnation, pid, os.waitstatus_to_exitcode(status)))
+        code = os.waitstatus_to_exitcode(status)
+        if code == 0:  # it left, and its state with it
+            for fd in self._copies.pop(request.slot, ()):
+                os.close(fd)
+        send(self._conn, Ended(request.slot, request.incarnation, pid, code))
 
     def _end(self) -> None:
         for _, pid in self._children.values():

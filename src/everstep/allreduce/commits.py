@@ -82,6 +82,15 @@ class Commits:
         with self._lock:
             self.confirmed = max(self.confirmed, last)
 
+    def open(self) -> tuple[Committed, ...]:
+        """Return all steps that the master is not known to have, oldest first."""
+        with self._lock:
+            ranges: list[Committed] = []
+            for committed in (*self._untold, *self._settled, *self._done):
+                if committed.last > self.confirmed:
+                    merge(ranges, committed)
+            return tuple(ranges)
+
     @property
     def waiting(self) -> int:
         """Return how many ranges are settled and not confirmed."""

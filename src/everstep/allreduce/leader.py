@@ -94,6 +94,7 @@ class LeaderSession:
         self._spread = spread or unit.size
         self._left = False
         self.before_end: Callable[[Any], None] | None = None  # (of models that are not sharded)
+        self.before_step: Callable[[int], None] | None = None  # with its number, before followers hear of it
 
     def __repr__(self) -> str:
         return f"<LeadingSession {self.unit!r} {self.inner!r}>"
@@ -125,6 +126,8 @@ class LeaderSession:
             unit.tell_all(Over(unit.chief, where.lr_factor, where.passing))
             return None
         unit.chief = self.inner.runtime.slot == 0  # (who stands in for it is asked for where the loop is over)
+        if self.before_step is not None:
+            self.before_step(step.number)
         for follower in unit.followers:
             micros = tuple(self._part(m, follower) for m in step.micros)
             unit.tell(follower, Train(step.work(micros), unit.chief))

@@ -6,10 +6,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+from everstep.allreduce.serialize import Packed
 from everstep.brain.events import Answer
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, Slot
+from everstep.model.group import Committed, HeldCopy
 from everstep.net.messages import RequestType
+
+
+class CopyToBegin(Protocol):
+    """Is a copy of the state that outlived the worker which wrote it; ``held``: as it is told. ``steps``: committed
+    ones that this worker, ``slot`` of ``incarnation``, may not have told."""
+
+    held: HeldCopy
+    slot: int
+    incarnation: int
+    steps: tuple[Committed, ...]
+
+    def packed(self) -> Packed: ...
 
 
 class MemberRuntime(Protocol):

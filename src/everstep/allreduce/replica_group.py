@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, Protocol, TypeVar
 
 import msgspec
 import torch
@@ -121,6 +121,14 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
+class Waits(Protocol):
+    """Is what uses the time while a process waits for another one of its worker."""
+
+    def wait_begins(self) -> None: ...
+
+    def wait_ends(self) -> None: ...
+
+
 class Unit:
     """Is the processes of this worker, seen from one of them. ``index``: its own, 0 is the leader."""
 
@@ -131,6 +139,7 @@ class Unit:
         self._links = links
         self._ordering = threading.RLock()
         self._mesh: DeviceMesh | None = None
+        self.waits: Waits | None = None
 
     def __repr__(self) -> str:
         return f"<Unit process {self.index} of {self.size}>"
@@ -219,10 +228,16 @@ class Unit:
 
     def _receive(self, follower: int) -> tuple[Message, list[int]]:
         link = self._links[follower - 1 if self.leads else 0]
+        waits = self.waits
+        if waits is not None:
+            waits.wait_begins()
         try:
             data, fds, _, _ = socket.recv_fds(link, _MAX_BYTES, _FDS)
         except OSError as error:
             raise PlatformError(f"a process of this worker is gone ({error})") from None
+        finally:
+            if waits is not None:
+                waits.wait_ends()
         if not data:
             raise PlatformError("a process of this worker is gone")
         return _decoder.decode(data), fds

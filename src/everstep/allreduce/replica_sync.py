@@ -19,7 +19,7 @@ from typing import Any
 
 from everstep import faultpoints
 from everstep.allreduce.handover import Connect, StateFollower, fetch
-from everstep.allreduce.member_runtime import MemberRuntime
+from everstep.allreduce.member_runtime import CopyToBegin, MemberRuntime
 from everstep.allreduce.replica_checkpoint import ReplicaWriter, find_replica, read_replica
 from everstep.allreduce.serialize import Packed
 from everstep.allreduce.state import ReplicaState
@@ -67,6 +67,8 @@ class ReplicaSync:
         self.origin = -1
         self.healed = 0  # times that this member took over the majority's state
         self.address: Address | None = None
+        self.copy: CopyToBegin | None = None  # to begin with, where nobody has a state
+        self.adopted = -1  # step of the copy that the state began with
         self._has = False
         self._copied = False  # followed, and not compared with others' yet
         self._initial: Packed | None = None  # as the script made it, once it may be overwritten
@@ -220,6 +222,8 @@ class ReplicaSync:
 
         ``gather``: all-gather of some int64 over the group; what it raises passes through, and nothing is harmed then.
         Raises ScriptError (models differ), CheckpointError (nothing to begin from), PlatformError."""
+        if group.copied == self._me and self.copy is not None and not (self._has and self.origin == group.origin):
+            self._begin_with(self.copy, group)
         follower = self._follower
         has = self.has_state and self.line == group.origin
         joins = has and (follower is not None or self._copied)
@@ -242,6 +246,7 @@ class ReplicaSync:
         self._copied = False
         if formed:
             self._initial = None
+        self.copy = None  # (it is older than the state from here on)
         self.source.leave((m.slot, m.incarnation) for m in (*group.members, *_lost(group)))
         faultpoints.reach("agreed")
         return self._state.mark
@@ -354,11 +359,20 @@ class ReplicaSync:
 
     # ------------------------------------------------------------ nobody has a state
 
+    def _begin_with(self, copy: CopyToBegin, group: Group) -> None:
+        """The copy that outlived this worker's former life is the state from now on; others get it from here."""
+        self._state.load(copy.packed(), f"the copy of step {copy.held.mark.step}")
+        self._state.mark = group.begin
+        self._has, self.origin, self.adopted = True, group.origin, group.begin.step
+        self.source.reset()
+        logger.info("begins with the copy of step %d", group.begin.step)
+
     def _form(self, group: Group, gather: Gather) -> None:
         if self._follower is not None:
             self._end_following()
         if self._initial is not None:  # the state of a group that is gone lies over it
             self._state.load(self._initial, "the state that the script made")
+        self.adopted = -1
         if group.restore:
             self._restore(group.restore)
         else:

@@ -22,7 +22,7 @@ from everstep.allreduce.commits import Commits
 from everstep.allreduce.device_group import DeviceCollective
 from everstep.allreduce.group_machine import AbortGroup, Action, Connect, Counted, Follow, GroupMachine
 from everstep.allreduce.group_store import GroupStore
-from everstep.allreduce.member_runtime import MemberRuntime
+from everstep.allreduce.member_runtime import CopyToBegin, MemberRuntime
 from everstep.allreduce.serialize import Packed
 from everstep.allreduce.step import BehindLoop, LeaveJob, StepAttempt, StepTables, VoteOutcome
 from everstep.allreduce.tunnel import INSIDE, Tunnels
@@ -103,6 +103,9 @@ class ReplicaCopies(Protocol):
     has_state: bool
     on_synced: Callable[[], None] | None
     on_error: Callable[[EverstepError], None] | None
+
+    @property
+    def copy(self) -> CopyToBegin | None: ...
 
     @property
     def line(self) -> int: ...
@@ -252,12 +255,29 @@ class Session:
                     "incarnation": int(self.runtime.incarnation),
                 }
                 self._log = ChainWriter(path, header)
+            if self.replica.copy is not None:
+                self._tell_copied(self.replica.copy)
             self._thread = threading.Thread(target=self._attend, name="everstep-group", daemon=True)
             self._thread.start()
         self._turn_to(dataset)
         self._ask()
         self._say_synced()
         self._join()
+
+    def _tell_copied(self, copy: CopyToBegin) -> None:
+        """Tell the steps of a copy that the worker which wrote it may not have told, in its name."""
+        if not copy.steps:
+            return
+        runtime = self.runtime
+        name = f"worker-{copy.slot}.{copy.incarnation}.copy-{runtime.incarnation}.log"
+        header: dict[str, str | int] = {"kind": "steps", "slot": copy.slot, "incarnation": copy.incarnation}
+        log = ChainWriter(Path(runtime.run_dir) / "audit" / name, header)
+        try:
+            for committed in copy.steps:
+                log.append(msgspec.msgpack.encode(committed))
+        finally:
+            log.close()
+        runtime.call(StepsCommitted(copy.steps), NEWS_S)
 
     def begin(self) -> StepAttempt | None:
         """Return the next step; None: the loop is over. Raises LeaveJob. Blocks while the group is on hold, or is
@@ -569,7 +589,7 @@ class Session:
         if self._origin is not None and self._origin != group.origin:
             self.replica.has_state = False  # all who had it were lost: its steps are void
         before = self.state.mark
-        if self._formed and not group.restore:
+        if self._formed and group.from_nothing:
             self._must_have_begun(1)
         try:
             mark = self.replica.agree(group, rank, collective.gather)
@@ -589,7 +609,7 @@ class Session:
             self._met, self._met_at = True, mark.step
             self._synced = 0
             self._ahead = None
-            if self._formed and not group.restore:
+            if self._formed and group.from_nothing:
                 self.state.loop = self._loop
             self._must_have_begun(self.state.loop)
             self.state.mark = mark
@@ -943,7 +963,8 @@ class Session:
 
     def _question(self) -> GroupAsked:
         mark = self.state.mark if self.replica.has_state else None
-        return GroupAsked(self.dataset, self.until_epoch, self.batch_samples, self.replica.address, mark)
+        copy = self.replica.copy.held if mark is None and self.replica.copy is not None else None
+        return GroupAsked(self.dataset, self.until_epoch, self.batch_samples, self.replica.address, mark, copy)
 
     def _answered(self, answer: Answer) -> None:
         if isinstance(answer, Grouped):

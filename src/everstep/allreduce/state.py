@@ -125,6 +125,11 @@ class ReplicaState:
         return self._packed(self.mark, self.loop, into)
 
     def _packed(self, mark: Mark, loop: int, into: torch.Tensor | None) -> Packed:
+        header, packer = self.described(mark, loop)
+        return Packed(encode_header(header, "the training state"), packer.pack(into))
+
+    def described(self, mark: Mark, loop: int) -> tuple[PackedHeader, Packer]:
+        """Return the header of the packed state, and its tensors as they are: nothing is copied yet."""
         packer = Packer()
         parameters = list(self.parameters())
         numbers = tuple(packer.tensor(name, p) for name, p in parameters)
@@ -145,7 +150,7 @@ class ReplicaState:
             gradients=gradients,
             trees=trees,
         )
-        return Packed(encode_header(header, "the training state"), packer.pack(into))
+        return header, packer
 
     def pack_trees(self, packer: Packer, names: Mapping[int, str], state: bool = True) -> dict[str, Any]:
         """Return optimizers (``state``: also what they keep of each parameter) and tracked objects, by name."""

@@ -55,7 +55,9 @@ class GroupTrainer:
         if not unit.leads:
             engine.session = FollowerSession(self.state, unit)
             return
-        session = Session(runtime, self.state, ReplicaSync(self.state, runtime))
+        sync = ReplicaSync(self.state, runtime)
+        session = Session(runtime, self.state, sync)
+        self._with_copies(session, sync)
         engine.session = self._lead(session) if unit.size > 1 else session
         if spec.ps:
             tables = engine.tables = session.tables = GroupTables(runtime, self.tables)
@@ -72,6 +74,9 @@ class GroupTrainer:
         if engine.unit.size > 1 and engine.unit.leads:
             return UnitState(engine.models, engine.inner, engine.tracked, engine.unit)
         return ReplicaState(engine.models, engine.inner, engine.tracked)
+
+    def _with_copies(self, session: Session, sync: ReplicaSync) -> None:
+        """Prepare what is kept of the state beside checkpoints: nothing."""
 
     def _lead(self, session: Session) -> LeaderSession:
         """Return the session of a leader with followers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from everstep.allreduce.group_engine import GroupEngine
 from everstep.allreduce.leader import LeaderSession
+from everstep.allreduce.replica_sync import ReplicaSync
 from everstep.allreduce.serialize import Unpacker
 from everstep.allreduce.session import Session
 from everstep.allreduce.state import ReplicaState
@@ -19,11 +21,14 @@ from everstep.api.listeners import WorkerRuntime
 from everstep.errors import ScriptError
 from everstep.model.stage_spans import StageIteration
 from everstep.monitor.span_log import SpanLog
+from everstep.pipeline.copy_recovery import KeptCopy
+from everstep.pipeline.copy_slots import CopyMemory, CopyMeta
 from everstep.pipeline.engine import PipelineEngine
 from everstep.pipeline.known_schedules import check_schedule, homes, kind_of, parts_wanted
 from everstep.pipeline.links import add_up, tell_numbers
 from everstep.pipeline.parts import cut
 from everstep.pipeline.spans import SpanRecorder, copy_rate
+from everstep.pipeline.stage_copies import StageCopies
 from everstep.pipeline.staged_model import StagedModel, parts_of
 from everstep.pipeline.stages import StageRunner, WholeRunner
 from everstep.pipeline.stages_state import StagesState, WholeModel, digest_of
@@ -38,6 +43,13 @@ class PipelineTrainer(GroupTrainer):
     def __init__(self, runtime: WorkerRuntime) -> None:
         self._whole = WholeModel()
         self._log: SpanLog | None = None
+        self._session: Session | None = None  # of the first stage
+        self._sync: ReplicaSync | None = None
+        self._copies_of = -1  # line of states that the copies are of
+        stages = runtime.spec.stages
+        self._memory: CopyMemory | None = None
+        if not runtime.embedded and runtime.spec.copy_every != "off":
+            self._memory = CopyMemory.from_environment(os.environ, stages)
         super().__init__(runtime)
 
     # ------------------------------------------------------------ what the group is made of
@@ -51,8 +63,45 @@ class PipelineTrainer(GroupTrainer):
             return ReplicaState(engine.models, engine.inner, engine.tracked)
         return StagesState(engine.models, engine.inner, engine.tracked, engine.unit, self._whole)
 
+    def _with_copies(self, session: Session, sync: ReplicaSync) -> None:
+        if self._memory is None:
+            return
+        self._session, self._sync = session, sync
+        sync.copy = KeptCopy.find(self._memory, self._whole)
+
     def _lead(self, session: Session) -> LeaderSession:
-        return LeaderSession(session, self._unit, spread=1)
+        made = LeaderSession(session, self._unit, spread=1)
+        made.before_step = self._choose_copy
+        return made
+
+    def _choose_copy(self, step: int) -> None:
+        """Say whether the state before ``step`` is copied; of the first stage, before the others hear of the step."""
+        copies, sync = self.engine.copies, self._sync
+        if copies is None or sync is None:
+            return
+        if sync.origin != self._copies_of:  # the line of states is another one, or this process is new
+            known = self._copies_of >= 0
+            self._copies_of = sync.origin
+            copies.adopt(sync.adopted if sync.adopted == step or known else -1)
+        copies.choose(step)
+
+    def _about_copy(self) -> CopyMeta | None:
+        if self._session is None or self._sync is None:
+            return None
+        runtime, state = self._runtime, self.state
+        steps = self._session.commits.open()
+        return CopyMeta(state.mark, state.loop, self._sync.origin, runtime.slot, runtime.incarnation, steps)
+
+    def _begin_copies(self, recorder: SpanRecorder) -> None:
+        """Copy this stage in its waits, from the first step on."""
+        unit = self._unit
+        if self._memory is None:
+            return
+        every = self._runtime.spec.copy_every
+        life = int(self._runtime.incarnation)
+        copies = StageCopies(self._memory, unit.index, life, self.state, 0 if every == "auto" else int(every))
+        self.engine.copies, self.engine.about_copy = copies, self._about_copy
+        recorder.copies = unit.waits = copies
 
     @property
     def device(self) -> torch.device:
@@ -87,6 +136,7 @@ class PipelineTrainer(GroupTrainer):
             runner = StageRunner(own, homes(schedule, stages, len(parts.children)), unit.index, schedule, microbatches)
         made = StagedModel(parts, runner, microbatches, loss_fn, self.engine)
         if stages > 1:
+            self._begin_copies(runner.recorder)
             log = self._log = SpanLog(self._runtime.run_dir, self._runtime.slot, unit.index)
             sampler, count, rate = SpanSampler(), len(parts.children), copy_rate()
 
@@ -109,6 +159,7 @@ class PipelineTrainer(GroupTrainer):
                     spans=tuple(recorder.spans),
                     state_bytes=self._state_bytes(),
                     copy_bytes_per_s=rate,
+                    copies=self.engine.copies.totals if self.engine.copies is not None else None,
                 )
                 log.write(iteration)
 

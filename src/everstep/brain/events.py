@@ -18,7 +18,7 @@ from everstep.ids import Incarnation, LeaseNo, NodeId, PartitionId, ShardKey, Sl
 from everstep.model.capacity import CapacityStep, Market
 from everstep.model.decision import Decision
 from everstep.model.failure import Failure
-from everstep.model.group import Committed, Group, Mark
+from everstep.model.group import Committed, Group, HeldCopy, Mark
 from everstep.model.member import Address, MemberKey, Role
 from everstep.model.placement import Placement
 from everstep.model.plan import Plan as PolicyPlan
@@ -280,14 +280,15 @@ class ScaleAsked(Fact, frozen=True, tag="scale_asked"):
 class GroupAsked(Fact, frozen=True, tag="group_asked"):
     """A worker is in the loop over ``dataset``, in epochs below ``until_epoch``, and wants to train in the group.
     Said again after every hello. ``mark``: of the state that it has, None: it has none yet (it has just started).
-    ``batch_samples``: the loader's batch size; ``address``: where peers fetch state from it. Answer: Grouped |
-    EndOfData | Refused | Fenced."""
+    ``batch_samples``: the loader's batch size; ``address``: where peers fetch state from it; ``copy``: it could begin
+    with this one. Answer: Grouped | EndOfData | Refused | Fenced."""
 
     dataset: Whole
     until_epoch: Whole
     batch_samples: Whole
     address: Address | None = None
     mark: Mark | None = None
+    copy: HeldCopy | None = None
 
 
 class GroupSynced(Fact, frozen=True, tag="group_synced"):

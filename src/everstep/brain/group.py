@@ -23,7 +23,7 @@ from __future__ import annotations
 import msgspec
 
 from everstep.ids import Incarnation, Slot
-from everstep.model.group import Group, GroupMember, Mark
+from everstep.model.group import Group, GroupMember, HeldCopy, Mark
 from everstep.model.member import Address
 from everstep.model.plan import AdjustAccum, AdjustBatch, AdjustRate
 from everstep.model.reasons import LeaveReason
@@ -47,6 +47,7 @@ class Asker(msgspec.Struct):
     synced: int = 0
     leaving: LeaveReason = LeaveReason.STAYS
     over: bool = False
+    copy: HeldCopy | None = None
 
 
 class Leaver(msgspec.Struct, array_like=True):

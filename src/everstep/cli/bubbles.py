@@ -10,7 +10,7 @@ import msgspec
 
 from everstep.cli.bubbles_picture import draw
 from everstep.errors import ConfigError
-from everstep.model.stage_spans import StageIteration
+from everstep.model.stage_spans import CopyTotals, StageIteration
 from everstep.monitor.span_log import read_spans
 from everstep.policies.bubble_schedule import SnapshotFit, StageFit, stage_fit
 from everstep.policies.idle_spans import PipelineIdle, StageIdle, iterations, measure, typical
@@ -29,6 +29,7 @@ def show_bubbles(run_dir: Path, out: Path | None) -> str:
     if out is not None:
         out.write_text(_written(out, found[-1], records))
     lines = [line for one in found[-_SHOWN:] for line in described(one)]
+    lines += copies_described(records)
     if len(found) > _SHOWN:
         lines.insert(0, f"the newest {_SHOWN} of {len(found)} (workers, generations of the group, sizes of batches):")
     return "\n".join(lines)
@@ -59,6 +60,37 @@ def described(idle: PipelineIdle) -> list[str]:
         f"{1e3 * idle.reduce_s:.1f} ms to reduce and vote (medians); where: begin + length of idle spans, in ms"
     )
     return lines
+
+
+def copies_described(records: Sequence[StageIteration]) -> list[str]:
+    """Return what was copied of each stage, by the newest word of its process."""
+    newest: dict[tuple[int, int], CopyTotals] = {}
+    for record in sorted(records, key=lambda r: r.began_s):
+        if record.copies is not None:
+            newest[record.worker, record.stage] = record.copies
+    lines = []
+    for (worker, stage), copies in sorted(newest.items()):
+        size = copies.copied_bytes
+        inside = 100 * (copies.inside_bytes + copies.late_bytes) / size if size else 0.0
+        more = [
+            f"{number} {word}"
+            for number, word in (
+                (copies.discarded, "thrown away: the state was changed meanwhile"),
+                (copies.skipped, "not begun: another stage was behind"),
+                (copies.overruns, "OVERRAN THEIR WAIT BY MORE THAN A BLOCK: a defect"),
+            )
+            if number
+        ]
+        lines.append(
+            f"  worker:{worker} stage {stage}: {copies.copies} copies, {size / 1e6:.1f} MB; {inside:.1f} % of it in "
+            f"waits ({100 * copies.late_bytes / size if size else 0.0:.1f} % in blocks that ended behind one), the "
+            f"rest before the optimizer's step: {1e3 * copies.stall_s:.1f} ms, and {1e3 * copies.begin_s:.1f} ms to "
+            f"begin them{'; ' if more else ''}{', '.join(more)}"
+        )
+        lines.append(
+            f"        a copy in {'each' if copies.interval == 1 else f'one of {copies.interval}'}: {copies.reason}"
+        )
+    return ["copies (of each stage since its process began):", *lines] if lines else []
 
 
 def _fits(stage: StageIdle, fit: StageFit) -> str:

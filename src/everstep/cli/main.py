@@ -59,6 +59,10 @@ def cli() -> None:
     help="allreduce: processes of a worker, which share one replica of the model (FSDP2; default 1).",
 )
 @click.option("--stages", type=int, help="pipeline: processes of a worker, each with one stage (default 1).")
+@click.option(
+    "--copy-every",
+    help="pipeline: copy the stages in one of so many iterations; auto (default): as often as costs 1 %; off.",
+)
 @click.option("--shard", type=int, hidden=True)  # its old name
 @click.option(
     "--heal-from",

@@ -366,6 +366,11 @@ def _check_mode(spec: JobSpec, at: Mapping[str, str]) -> None:
     stages = f"stages = {spec.stages}{at['stages']}"
     if spec.stages > 1 and spec.mode != "pipeline":
         raise ConfigError(f"{stages}: needs mode: pipeline; mode {spec.mode} does not cut a model into stages")
+    copies = f"copy_every = {spec.copy_every!r}{at['copy_every']}"
+    if spec.copy_every != "auto" and spec.mode != "pipeline":
+        raise ConfigError(f"{copies}: needs mode: pipeline; in mode {spec.mode} peers and mirrors have the state")
+    if spec.copy_every not in ("auto", "off") and not (spec.copy_every.isdecimal() and int(spec.copy_every)):
+        raise ConfigError(f"{copies}: expected auto, off, or a whole number of iterations from 1")
     if spec.mode == "ps":
         return
     if spec.mode == "pipeline":

@@ -38,6 +38,14 @@ class GroupMember(msgspec.Struct, frozen=True, array_like=True):
         return f"worker:{self.slot} #{self.incarnation}"
 
 
+class HeldCopy(msgspec.Struct, frozen=True, array_like=True):
+    """Says of which state a worker's memory has a copy that outlived the worker (mode pipeline). ``origin``: the
+    generation that began its line."""
+
+    mark: Mark
+    origin: Whole
+
+
 class StepSplit(msgspec.Struct, frozen=True, array_like=True):
     """Says how the members of one generation divide a step. A larger ``version`` replaces a smaller one: at the first
     vote in which everybody says that it has it, so all divide the step behind that vote by it, and nobody waits.
@@ -72,6 +80,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     hold: str = ""  # why no step may begin, e.g. "1 of at least 2 workers"; "": go on
     begin: Mark = Mark()  # where a group begins of which nobody has a state
     restore: int = 0  # the checkpoint from which it begins there; 0: from nothing, as the script made it
+    copied: tuple[Slot, Incarnation] | None = None  # or the member that begins it with the copy of its stages
     origin: int = 0  # the generation that began so; a state of an older origin is void, and counts as none
     lease: LeaseNo = LeaseNo(0)  # by which its members push to the ps, where there are any
     over: bool = False  # scripts of members have come to their end: nobody enters, who is joining copies their state
@@ -80,6 +89,11 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @property
     def size(self) -> int:
         return len(self.members)
+
+    @property
+    def from_nothing(self) -> bool:
+        """Return whether its line began as the script made the model."""
+        return not self.restore and self.copied is None
 
     def rank(self, slot: Slot, incarnation: Incarnation) -> int:
         """Return the rank of a process; -1 if it is not in the group."""

@@ -15,6 +15,7 @@ class SpanKind(Enum):
     WEIGHT = "weight"  # the part of backward that zero-bubble schedules put off
     WAIT = "wait"
     REDUCE = "reduce"  # gradients over the replicas, and the vote
+    COPY = "copy"  # what no wait had room for, of the copy of the state
 
 
 COMPUTE = (SpanKind.FORWARD, SpanKind.BACKWARD, SpanKind.WEIGHT)
@@ -35,6 +36,31 @@ class StageSpan(msgspec.Struct, frozen=True, array_like=True):
         return self.end_s - self.begin_s
 
 
+class CopyTotals(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts the copies of a stage's state since its process began. ``inside_bytes``: copied in waits; ``late_bytes``:
+    of blocks that were begun in a wait and ended behind it; ``stalled_bytes``: just before the optimizer's step, which
+    waited for them. ``discarded``: copies of a state that was changed meanwhile; ``skipped``: ones that could not
+    begin, since another stage was behind. ``begin_s``, ``stall_s``: what they cost the thread that trains.
+    ``overruns``: waits behind which more than one block ended: a defect. ``interval``: one copy in so many iterations;
+    ``reason``: why."""
+
+    copies: int = 0
+    discarded: int = 0
+    skipped: int = 0
+    inside_bytes: int = 0
+    late_bytes: int = 0
+    stalled_bytes: int = 0
+    overruns: int = 0
+    begin_s: float = 0.0
+    stall_s: float = 0.0
+    interval: int = 1
+    reason: str = ""
+
+    @property
+    def copied_bytes(self) -> int:
+        return self.inside_bytes + self.late_bytes + self.stalled_bytes
+
+
 class StageIteration(msgspec.Struct, frozen=True, kw_only=True):
     """Holds one iteration of one stage. ``began_s``: on the machine's monotonic clock, which its processes share;
     ``generation``: of the group; ``seen``: how many iterations of this generation and size were before it."""
@@ -53,3 +79,4 @@ class StageIteration(msgspec.Struct, frozen=True, kw_only=True):
     spans: tuple[StageSpan, ...]
     state_bytes: int = 0  # parameters, buffers and what optimizers keep of the stage
     copy_bytes_per_s: float = 0.0  # at which this process copies in memory, as measured at its begin; 0: not known
+    copies: CopyTotals | None = None  # None: nothing is copied

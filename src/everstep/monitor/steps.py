@@ -47,6 +47,7 @@ class Line(msgspec.Struct):
     origin: int
     begin: Mark
     restore: int
+    copied: bool = False
     told: list[Committed] = []
 
 
@@ -66,7 +67,7 @@ class StepFold:
             return  # the same one, divided anew
         self.members[group.generation] = {(m.slot, m.incarnation) for m in group.members}
         if group.origin == group.generation:
-            self.lines.append(Line(group.origin, group.begin, group.restore))
+            self.lines.append(Line(group.origin, group.begin, group.restore, group.copied is not None))
 
     def told(self, steps: Sequence[Committed]) -> None:
         for committed in steps:
@@ -326,6 +327,7 @@ def check_steps(
     check.run(logs)
     for line in fold.lines[1:]:
         source = f"checkpoint {line.restore}" if line.restore else "the beginning"
+        source = "the copy of its stages" if line.copied else source
         report.notes.append(
             f"every state was lost before generation {line.origin}: steps from {line.begin.step} on were"
             f" void, and done again from {source}"

@@ -23,6 +23,13 @@ last one filled up with zeros) and whether all its elements are finite; ``talk(f
 ``mine`` to every socket and reads as many bytes of each: how many went and what came; less where one would block, is
 closed or fails, or nothing came in time. ``tell(fds, mine)`` and ``hear(fds, size, spin_us, wait_ms)`` are its halves.
 
+For stages of a pipeline: ``SpanCopier(block_bytes)`` copies pieces of memory, ``load(from_ u64[n], at i64[n], sizes
+i64[n], into u8[size], sums u32[blocks])``, to their places in ``into`` while a span is open (``open(limit_bytes)``,
+``close()``), on a thread of low priority; gaps are zeros, ``sums`` gets the crc32c of each block. ``finish()`` copies
+the rest, ``drop()`` ends the copy as it is. The caller keeps the pieces' memory until one of the two. ``counts()``
+gives bytes copied inside of spans, bytes of blocks that ended behind their span, bytes copied by ``finish``, how many
+blocks ended late, and the seconds of those inside.
+
 ``out`` of the first two and ``grad_out`` may be column slices of a wider matrix (rows contiguous, any row stride).
 """
 
@@ -42,6 +49,7 @@ from everstep.native import _native
 from everstep.native._native import (
     Full,
     Recovering,
+    SpanCopier,
     bag_backward,
     bag_forward,
     crc32c,
@@ -73,6 +81,7 @@ __all__ = [
     "PushLedger",
     "PushResult",
     "Recovering",
+    "SpanCopier",
     "SpanTuple",
     "Store",
     "StoreStats",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from torch import nn
@@ -10,13 +10,30 @@ from torch import nn
 from everstep.allreduce.group_engine import GroupEngine
 from everstep.allreduce.optimizer import GroupOptimizer
 from everstep.allreduce.reducer import Reducer
+from everstep.allreduce.step import StepAttempt
 from everstep.errors import ScriptError
+from everstep.pipeline.copy_slots import CopyMeta
 from everstep.pipeline.guard import guard, unguard
+from everstep.pipeline.stage_copies import StageCopies
 from everstep.pipeline.stage_reducer import StageReducer
 
 
 class PipelineEngine(GroupEngine):
     """See the top of this file."""
+
+    copies: StageCopies | None = None
+    about_copy: Callable[[], CopyMeta | None] = staticmethod(lambda: None)  # of the first stage
+
+    def _begin(self, step: StepAttempt, rehearsal: bool = False) -> None:
+        super()._begin(step, rehearsal)
+        if self.copies is not None:
+            self.copies.begin(step.number, self.about_copy())
+
+    def close(self, error: str = "") -> None:
+        if self.copies is not None:
+            self.copies.close()
+            self.unit.waits = None
+        super().close(error)
 
     @property
     def divided(self) -> bool:
@@ -64,6 +81,8 @@ class PipelineEngine(GroupEngine):
     def may_step(self, optimizer: GroupOptimizer, caller: Any) -> float | None:
         factor = super().may_step(optimizer, caller)
         if factor is not None:
+            if self.copies is not None:
+                self.copies.finish()
             unguard(_params(optimizer))
         return factor
 

@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 from torch.distributed.pipelining import schedules as torch_schedules
 
+from everstep.allreduce.replica_group import Waits
 from everstep.model.stage_spans import SpanKind, StageSpan
 
 
@@ -23,6 +24,7 @@ class SpanRecorder:
         self._clock = clock
         self.began_s = 0.0
         self.spans: list[StageSpan] = []
+        self.copies: Waits | None = None
 
     def begin(self) -> None:
         """Begin a new iteration."""
@@ -37,9 +39,14 @@ class SpanRecorder:
     @contextmanager
     def measure(self, kind: SpanKind, part: int = -1, chunk: int = -1) -> Iterator[None]:
         begin_s = self.now_s
+        copies = self.copies if kind is SpanKind.WAIT else None
+        if copies is not None:
+            copies.wait_begins()
         try:
             yield
         finally:
+            if copies is not None:
+                copies.wait_ends()
             self.spans.append(StageSpan(kind, begin_s, self.now_s, part, chunk))
 
 

@@ -132,6 +132,8 @@ class Generations(GroupPart):
                 ask.synced = 0  # should it want to come back
         self.reader.set_leavers(leavers)
         group = self._next(tuple(wanted), hold, old.begin, old.restore, groups.origin)
+        if old.copied is not None:  # (who was it is not asked any more: others may come in by its state)
+            group = groups.group = msgspec.structs.replace(group, copied=old.copied)
         groups.timing.quiet_until = at + quiet_s(len(wanted))
         words = [f"lost {_names(lost)}"] if lost else []
         words += [f"{_names(came)} entered"] if came else []
@@ -221,24 +223,52 @@ class Generations(GroupPart):
         first = groups.group is None
         self.duty.undone()  # (what a chief's script ended with was of a line that is no more)
         groups.passed = {}
-        begin, restore = self.reader.start
-        out += self._void(begin, restore)
+        members = admitted(there, [], job.spec.logical_workers)[: job.spec.logical_workers or None]
+        begin, restore, copied = self._start(members)
+        out += self._void(begin, restore, copied)
         if job.phase is Phase.STARTING:
             job.phase = Phase.TRAINING
         for ask in groups.asked.values():
             ask.synced = 0
-        members = admitted(there, [], job.spec.logical_workers)[: job.spec.logical_workers or None]
         groups.origin, groups.returned = groups.generations + 1, []
         groups.entered = {m.slot: (m.incarnation, groups.origin) for m in members}
         hold = hold_words(len(members), least_workers(job, self.members))
         group = self._next(tuple(members), hold, begin, restore, groups.origin)
-        place = f"step {begin.step}" + (f", from checkpoint {restore}" if restore else "")
+        source = f", from checkpoint {restore}" if restore else ""
+        if copied is not None:
+            group = groups.group = msgspec.structs.replace(group, copied=(copied.slot, copied.incarnation))
+            source = f", from the copy of worker:{copied.slot}"
+        place = f"step {begin.step}{source}"
         words = f"{len(members)} of {job.workers_wanted} workers begin at {place}"
         if absent:
             words += f", without {absent}: not there within {FORM_GRACE_S:g} s"
         if not first:
             words = f"nobody of the last group is left: {words}"
         return [*out, PublishGroup(group, self._why(f"group {group.generation}", words))]
+
+    def _start(self, members: list[GroupMember]) -> tuple[Mark, int, GroupMember | None]:
+        """Return where a new line begins: the mark, the checkpoint that has it, or the member whose copy has it: the
+        newest of what there is. A copy counts if it is of the line that was lost, and the journal has its steps; or if
+        that line began with it."""
+        groups = self.group_state
+        begin, restore = self.reader.start
+        from_copy = None
+        last = groups.group
+        for m in members:
+            ask = groups.asked.get(m.slot)
+            held = ask.copy if ask is not None and ask.incarnation == m.incarnation else None
+            if held is None or last is None or not 0 <= held.mark.dataset < len(self.shards.datasets):
+                continue
+            mark = held.mark
+            if mark.position >= self.shards.datasets[mark.dataset].plan.samples:
+                mark = Mark(mark.step, mark.dataset, mark.epoch + 1, 0)
+            place = mark.dataset, mark.epoch, mark.position
+            if groups.history.boundaries.get(mark.step, place) != place or not begin.step < mark.step <= groups.step:
+                continue
+            again = last.copied is not None and mark == last.begin and held.origin < groups.origin
+            if held.origin == groups.origin or again:
+                begin, restore, from_copy = mark, 0, m
+        return begin, restore, from_copy
 
     def _dismiss(self) -> list[InstructionType]:
         """Dismiss whoever was to leave the last group: there is nothing to leave any more."""
@@ -254,7 +284,7 @@ class Generations(GroupPart):
         groups.dismissed = [[m.slot, m.incarnation] for m in going]
         return out
 
-    def _void(self, begin: Mark, restore: int) -> list[InstructionType]:
+    def _void(self, begin: Mark, restore: int, copied: GroupMember | None) -> list[InstructionType]:
         """Steps from ``begin`` on do not count any more."""
         groups = self.group_state
         last = groups.step - 1
@@ -263,6 +293,7 @@ class Generations(GroupPart):
             return []
         groups.history.voids.append(Void(groups.generations + 1, begin.step, last, restore))
         source = f"checkpoint {restore}" if restore else "the beginning: there is no checkpoint"
+        source = f"the copy of worker:{copied.slot}" if copied is not None else source
         words = f"every state was lost; steps {begin.step}..{last} are done again, from {source}"
         inputs: Inputs = {"first": begin.step, "last": last, "checkpoint": restore}
         return [Note("", Decision("steps void", words, inputs))]

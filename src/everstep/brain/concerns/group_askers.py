@@ -39,7 +39,7 @@ class GroupAskers(GroupPart):
         dataset = shards.datasets[e.dataset]
         dataset.epochs_known = max(dataset.epochs_known, e.until_epoch)
         known = groups.asked.get(m.slot)
-        ask = Asker(m.incarnation, e.dataset, e.until_epoch, e.batch_samples, e.address, e.mark)
+        ask = Asker(m.incarnation, e.dataset, e.until_epoch, e.batch_samples, e.address, e.mark, copy=e.copy)
         if known is not None and known.incarnation == m.incarnation:
             ask.synced = known.synced
             ask.leaving = known.leaving if self.reader.member(record) or record.stopping else LeaveReason.STAYS

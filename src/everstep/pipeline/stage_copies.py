@@ -1,0 +1,283 @@
+"""Copies the state of a stage while its process waits for its neighbours.
+
+A copy of step k begins at the boundary before that step. What may change before the optimizer steps (buffers, tracked
+objects, gradients that are carried on) and what is small is copied at once; parameters and what optimizers keep of them
+change only when the optimizer steps, so native code copies them in the waits of the iteration, and what is left just
+before the optimizer steps. If something else has changed them meanwhile, the copy is thrown away."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from statistics import fmean, pstdev
+from typing import Final, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+
+from everstep.allreduce.serialize import encode_header
+from everstep.allreduce.state import ReplicaState
+from everstep.errors import PlatformError, ScriptError
+from everstep.model.group import Mark
+from everstep.model.stage_spans import CopyTotals
+from everstep.native import SpanCopier
+from everstep.pipeline.copy_slots import BLOCK_BYTES, CopyMemory, CopyMeta, CopySlot
+from everstep.policies.copy_frequency import CopyCost, choose_interval, span_limits
+from everstep.policies.idle_spans import IdleSpan
+
+_SMALL_BYTES: Final = 4 << 10  # copied at once: not worth a piece
+_LENGTHS: Final = 20  # of each wait that are kept
+_LEAST: Final = 5  # before waits are chosen by them
+_COLD: Final = 4  # first copies: their memory is new
+_CHOOSE_EVERY: Final = 5  # copies
+_NO_LIMIT: Final = 1 << 62
+_RATE_BYTES: Final = 4 << 20  # copied in spans, before the speed is known
+
+logger = logging.getLogger("everstep.worker")
+
+
+class _Captured(NamedTuple):
+    """Is a state that is to be copied: its tensors, or copies of them, where they belong, and the versions of those
+    that must not change meanwhile."""
+
+    step: int
+    meta: bytes
+    header: bytes
+    size_bytes: int
+    pieces: list[torch.Tensor]
+    places: list[int]
+    versions: list[tuple[torch.Tensor, int]]
+
+
+class StageCopies:
+    """Is the copies of one stage; for the thread that trains. ``every``: 0: as often as it costs no more than the
+    bound; else in one of so many iterations."""
+
+    def __init__(
+        self,
+        memory: CopyMemory,
+        stage: int,
+        life: int,
+        state: ReplicaState,
+        every: int = 0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._memory, self._stage, self._life, self._state = memory, stage, life, state
+        self._page, self._slots = memory.page, memory.slots[stage]
+        self._clock = clock
+        self._every = every
+        self._copier = SpanCopier(BLOCK_BYTES)
+        self._slot: CopySlot | None = None  # being written
+        self._target: tuple[np.ndarray, np.ndarray] | None = None
+        self._captured: _Captured | None = None
+        self._begin_s = self._began_at = self._opened_at = 0.0
+        self._opening = self._ended_late = 0  # number of the wait in this iteration; late blocks before it
+        self._lengths: list[deque[float]] = []
+        self._limits: tuple[int, ...] = ()
+        self._limits_at = 0
+        self._costs: deque[CopyCost] = deque(maxlen=16)
+        self._done = 0
+        self._failed = False
+        self.interval, self.reason = max(1, every), "as the job says" if every else "no copy is measured yet"
+        self._copies = self._discarded = self._skipped = self._overruns = 0
+        self._spent_begin_s = self._spent_stall_s = 0.0
+        self._copied = -1  # step that the first stage chose last
+        self.step_s = 0.0
+
+    def __repr__(self) -> str:
+        return f"<StageCopies stage {self._stage}, one in {self.interval}, {self._copies} copies>"
+
+    # ------------------------------------------------------------ of the first stage: which steps are copied
+
+    def choose(self, step: int) -> None:
+        """Say, as the first stage, before anybody begins ``step``, whether its state is copied."""
+        page = self._page
+        if page.unable.any():
+            page.step = -1
+            return
+        interval = max(self.interval, int(page.wished.max()))
+        if self._copied < 0 or step < self._copied or step - self._copied >= interval or page.step == step:
+            self._copied = page.step = step
+        else:
+            page.step = -1
+
+    def adopt(self, step: int) -> None:
+        """Go on, as the first stage, from the copy of ``step``; -1: from anything else, so no copy is of use."""
+        if step < 0:
+            self._memory.clear()
+        else:
+            self._page.newest[:] = step
+            self._page.step = -1
+        self._page.wished[:] = 0
+        self._page.unable[:] = 0
+        self._copied = -1
+
+    # ------------------------------------------------------------ one copy
+
+    def begin(self, step: int, meta: CopyMeta | None) -> None:
+        """The state is that before ``step``: begin its copy, if it is to be copied."""
+        now = self._clock()
+        self.step_s, self._began_at = now - self._began_at, now
+        self._opening = 0
+        if self._captured is not None:
+            self.finish()  # (an iteration without an optimizer's step)
+        if self._failed or self._page.step != step or int(self._page.newest[self._stage]) == step:
+            return
+        try:
+            self._captured = self._capture(step, meta)
+        except ScriptError as error:
+            self._give_up(error)
+            return
+        self._begin_s = self._clock() - now
+        self._start()
+
+    def _give_up(self, error: Exception) -> None:
+        self._failed, self._captured = True, None
+        self._page.unable[self._stage] = 1
+        logger.warning("%s; this job goes on without copies of its stages, and with its checkpoints", error)
+
+    def _free_slot(self, step: int) -> CopySlot | None:
+        """Return the slot that may be written: not the one with the newest step that all stages have. None: others
+        have not got as far yet."""
+        mine, common = int(self._page.newest[self._stage]), self._page.common
+        if mine > common and mine >= step - 1:
+            return None
+        for slot in self._slots:
+            head = slot.head()
+            if head is None or head.step != common:
+                return slot
+        return self._slots[0]
+
+    def _capture(self, step: int, meta: CopyMeta | None) -> _Captured:
+        header, packer = self._state.described(Mark(), 0)
+        changes = set(header.buffers) | set(header.gradients)
+        pieces: list[torch.Tensor] = []
+        versions = []
+        for number, tensor in enumerate(packer.tensors):
+            size = tensor.numel() * tensor.element_size()
+            if number in changes or size < _SMALL_BYTES or not tensor.is_contiguous():
+                tensor = tensor.contiguous().clone()
+            else:
+                versions.append((tensor, tensor._version))
+            pieces.append(tensor)
+        told = b"" if meta is None else msgspec.msgpack.encode(meta)
+        places = [entry.at for entry in packer.entries]
+        text = encode_header(header, "the training state")
+        return _Captured(step, told, text, packer.size_bytes, pieces, places, versions)
+
+    def _start(self) -> None:
+        """Begin to write what was captured, where a slot is free."""
+        found, slot = self._captured, None
+        if found is None or (slot := self._free_slot(found.step)) is None:
+            return
+        self._page.newest[self._stage] = self._page.common  # (a newer one that others do not have is written over)
+        try:
+            body, sums = slot.begin(found.step, self._life, found.meta, found.header, found.size_bytes)
+        except PlatformError as error:
+            self._give_up(error)
+            return
+        held = [(t, at) for t, at in zip(found.pieces, found.places, strict=True) if t.numel()]
+        self._copier.load(
+            np.array([t.data_ptr() for t, _ in held], np.uint64),
+            np.array([at for _, at in held], np.int64),
+            np.array([t.numel() * t.element_size() for t, _ in held], np.int64),
+            body,
+            sums,
+        )
+        self._slot, self._target = slot, (body, sums)
+
+    def wait_begins(self) -> None:
+        """The process is about to wait for a neighbour."""
+        self._opened_at = self._clock()
+        if self._slot is None and self._captured is not None:
+            self._start()  # (the others may have got as far now)
+        if self._slot is not None:
+            limit = self._limits[self._opening] if self._opening < len(self._limits) else _NO_LIMIT
+            if limit:
+                self._ended_late = self._copier.counts()[3]
+                self._copier.open(limit)
+
+    def wait_ends(self) -> None:
+        if self._slot is not None:
+            self._copier.close()
+            self._overruns += self._copier.counts()[3] > self._ended_late + 1
+        if self._opening == len(self._lengths):
+            self._lengths.append(deque(maxlen=_LENGTHS))
+        self._lengths[self._opening].append(self._clock() - self._opened_at)
+        self._opening += 1
+
+    def finish(self) -> None:
+        """The optimizer is about to step: the copy has to be whole."""
+        if self._slot is None and self._captured is not None:
+            self._start()
+        slot, found = self._slot, self._captured
+        self._slot = self._captured = None
+        if found is None:
+            return
+        if slot is None:
+            self._skipped += 1
+            return
+        begin = self._clock()
+        self._copier.finish()
+        changed = any(tensor._version != version for tensor, version in found.versions)
+        if changed:
+            self._discarded += 1
+        else:
+            slot.end()
+            self._page.newest[self._stage] = found.step
+            self._copies += 1
+        self._copier.drop()
+        after = self._copier.counts()
+        self._target = None
+        stall_s = self._clock() - begin
+        self._spent_begin_s += self._begin_s
+        self._spent_stall_s += stall_s
+        self._done += 1
+        if self._done > _COLD and self.step_s > 0:
+            self._costs.append(CopyCost(self._begin_s, stall_s, self.step_s))
+        self._choose_waits(after)
+        if not self._every and self._costs and self._done % _CHOOSE_EVERY == 0:
+            self.interval, self.reason = choose_interval(list(self._costs), self.interval)
+            self._page.wished[self._stage] = self.interval
+
+    def _choose_waits(self, counts: Sequence[float]) -> None:
+        """Choose, now and then, in which waits to copy."""
+        if counts[0] < _RATE_BYTES or counts[4] <= 0 or self._done < self._limits_at:
+            return
+        if any(len(lengths) < _LEAST for lengths in self._lengths):
+            return
+        self._limits_at = self._done + _LENGTHS
+        spans = [IdleSpan(0.0, fmean(lengths), pstdev(lengths)) for lengths in self._lengths]
+        self._limits = span_limits(spans, counts[0] / counts[4], BLOCK_BYTES)
+
+    def remeasure(self) -> None:
+        """The group or the sizes of batches are others: what was measured does not count."""
+        self._lengths, self._limits, self._limits_at = [], (), 0
+        self._costs.clear()
+
+    @property
+    def totals(self) -> CopyTotals:
+        inside, late, stalled, _, _ = self._copier.counts()
+        return CopyTotals(
+            copies=self._copies,
+            discarded=self._discarded,
+            skipped=self._skipped,
+            inside_bytes=inside,
+            late_bytes=late,
+            stalled_bytes=stalled,
+            overruns=self._overruns,
+            begin_s=self._spent_begin_s,
+            stall_s=self._spent_stall_s,
+            interval=max(self.interval, int(self._page.wished.max())),
+            reason=self.reason,
+        )
+
+    def close(self) -> None:
+        self._slot = self._captured = None
+        self._copier.drop()
+
+
+__all__ = ["CopyTotals", "StageCopies"]

@@ -1,0 +1,42 @@
+"""Copies of a stage are as frequent as their measured cost allows, and are put where a chunk fits."""
+
+from __future__ import annotations
+
+import pytest
+
+from everstep.policies.copy_frequency import CopyCost, choose_interval, span_limits
+from everstep.policies.idle_spans import IdleSpan
+
+
+def costs(stall_s: float, count: int = 10, iteration_s: float = 1.0) -> list[CopyCost]:
+    return [CopyCost(0.001, stall_s, iteration_s + stall_s + 0.001)] * count
+
+
+def test_nothing_is_chosen_before_something_is_measured() -> None:
+    assert choose_interval([], 3) == (3, "no copy is measured yet")
+
+
+@pytest.mark.parametrize(("stall_s", "interval"), [(0.0, 1), (0.009, 1), (0.019, 2), (0.3, 31)])
+def test_a_copy_costs_one_percent_at_most(stall_s: float, interval: int) -> None:
+    chosen = choose_interval(costs(stall_s))
+    assert chosen.interval == interval
+    assert (0.001 + stall_s) / chosen.interval <= 0.01 + 1e-9
+    assert chosen.reason.startswith(f"a copy costs {1e3 * (0.001 + stall_s):.2f} ms of an iteration of 1000.0 ms")
+    assert chosen.reason.endswith("at most 1 %")
+
+
+def test_copies_become_rarer_at_once_and_more_frequent_one_by_one() -> None:
+    assert choose_interval(costs(0.3), 1).interval == 31
+    assert choose_interval(costs(0.0), 31).interval == 30
+    assert choose_interval(costs(0.0), 1).interval == 1
+
+
+def test_the_latest_copies_count_and_not_a_single_slow_one() -> None:
+    assert choose_interval([*costs(5.0, 20), *costs(0.0, 10)]).interval == 1
+    assert choose_interval([*costs(0.0, 9), *costs(5.0, 1)]).interval == 1
+
+
+def test_a_wait_in_which_no_chunk_fits_gets_none() -> None:
+    spans = [IdleSpan(0.0, 0.010, 0.0), IdleSpan(0.0, 0.001, 0.0), IdleSpan(0.0, 0.0012, 0.0), IdleSpan(0.0, 0.0, 0.0)]
+    assert span_limits(spans, 1e9, 1_000_000) == (10_000_000, 0, 0, 0)
+    assert span_limits(spans, 1e9, 900_000) == (9_900_000, 0, 900_000, 0)
