@@ -61,9 +61,9 @@ class SpanCopier {
   size_t size_ = 0;
   std::mutex mutex_;
   std::condition_variable changed_, rested_;
-  size_t next_ = 0;        // block to be claimed
-  uint64_t limit_ = 0;     // bytes that this span still takes
-  uint64_t span_ = 0;      // number of the open one
+  size_t next_ = 0;     // block to be claimed
+  uint64_t limit_ = 0;  // bytes that this span still takes
+  uint64_t span_ = 0;   // number of the open one
   bool open_ = false, busy_ = false, stop_ = false;
   CopyCounts counts_;
   std::thread thread_;
