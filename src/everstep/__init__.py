@@ -21,6 +21,7 @@ _HOMES = {
     "Uniform": "everstep.api.optim",
     "Normal": "everstep.api.optim",
     "Constant": "everstep.api.optim",
+    "run_on": "everstep.cli.cluster_platform",
 }
 
 _MODULES = ("nn", "testing")
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from everstep.api.optim import Normal as Normal
     from everstep.api.optim import RowWiseAdagrad as RowWiseAdagrad
     from everstep.api.optim import Uniform as Uniform
+    from everstep.cli.cluster_platform import run_on as run_on
 
 
 def __getattr__(name: str) -> Any:

@@ -160,9 +160,12 @@ class Agent:
         zone: str = "",
         market: Market | None = None,
         machine: str = "",
+        reclaim_s: float = RECLAIM_S,
+        suspends: bool = False,
     ) -> None:
-        """Take ``notices``, who is asked whether this node goes away, and ``returns``, how often it was emptied, and
-        stayed. ``returns``: how often it was emptied, and stayed."""
+        """Take ``reclaim_s``: SIGTERM of a node that joined -> it leaves; ``suspends``: SIGTERM of the master's node
+        suspends the job. ``notices``: who is asked whether this node goes away; ``returns``: how often it was emptied,
+        and stayed."""
         self.spec = spec
         self.run_dir = run_dir.resolve()
         self.node = node
@@ -177,6 +180,7 @@ class Agent:
         self._prepare = prepare
         self._say = say
         self._keeps_master = keeps_master
+        self._reclaim_s, self._suspends = reclaim_s, suspends
         self._script = Path(spec.script).resolve()
         self._lock = threading.Lock()  # guards _running against the hello of the client's thread
         self._running: dict[tuple[Role, Slot], Running] = {}
@@ -330,7 +334,12 @@ class Agent:
             self._kill_all()
             return
         if signo == signal.SIGTERM and not self._keeps_master and not self._leaving:
-            self._reclaimed("SIGTERM", RECLAIM_S)
+            self._reclaimed("SIGTERM", self._reclaim_s)
+            return
+        if signo == signal.SIGTERM and self._suspends and not self._leaving:
+            self._tell("SIGTERM: this node is taken back: the job is suspended, and goes on when it is started again")
+            self._outcome_unless_known(outcome)
+            self.stop(why, SuspendAsked("its master's node was taken back"))
             return
         again = "; again to stop at once" if signo == signal.SIGINT else ""
         self._tell(f"{why}: stopping{again}")

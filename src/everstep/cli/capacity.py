@@ -6,19 +6,22 @@ from collections.abc import Callable
 from pathlib import Path
 
 from everstep.brain.events import CapacityChanged, DrainAsked
+from everstep.cli.cluster_platform import make_cluster
 from everstep.cli.link import ask_master
-from everstep.config.capacity import parse_capacity
+from everstep.config.capacity import CLUSTERS, parse_capacity
 from everstep.config.spec import JobSpec
 from everstep.ids import NodeId
 from everstep.model.job_view import JobView
 from everstep.net.rendezvous import SECRET_FILE, master_address
 from everstep.platforms.agents import AgentsElsewhere, LocalAgents
 from everstep.platforms.capacity import AgentPlatform, Capacity
+from everstep.platforms.cluster_capacity import ClusterAgents
 from everstep.platforms.command_capacity import CommandCapacity
 from everstep.platforms.fleet import Remember
 from everstep.platforms.fleet_runner import FleetRunner, StandIns
 from everstep.platforms.notices import DESIGN_LEAD_S
 from everstep.platforms.trace_capacity import TraceCapacity
+from everstep.policies.cluster_size import nodes_wanted
 from everstep.policies.node_selection import HOME_NODE
 from everstep.policies.waits import fallback_s
 from everstep.units import seconds
@@ -39,6 +42,8 @@ def make_fleet(
     kind, rest = parse_capacity(spec.capacity)
     if not kind:
         return None
+    port = spec.bind.rpartition(":")[2]
+    join = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def at() -> str:
         address = master_address(run_dir)
@@ -61,14 +66,31 @@ def make_fleet(
         source = TraceCapacity(Path(rest), spec.capacity_speed, quiet_s, lead_s)
         agents = LocalAgents(run_dir, at, spec.capacity_workers, spec.capacity_ps)
         most = spec.capacity_nodes or source.most
+    elif kind in CLUSTERS:
+        source = make_cluster(spec, run_dir, join, say)
+        return FleetRunner(
+            source,
+            ClusterAgents(source, drain),
+            spec.capacity_nodes,
+            lambda: fetch() is not None,
+            remember,
+            say,
+            lambda: cluster_wants(spec, fetch()),
+        )
     else:
-        port = spec.bind.rpartition(":")[2]
-        join = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         source = CommandCapacity(rest, {"EVERSTEP_JOIN": join, "EVERSTEP_SECRET_FILE": str(run_dir / SECRET_FILE)})
         agents = AgentsElsewhere(drain)
         most = spec.capacity_nodes
     wants = (lambda: stand_ins(fetch())) if fallback_s(spec) else None
     return FleetRunner(source, agents, most, lambda: fetch() is not None, remember, say, wants)
+
+
+def cluster_wants(spec: JobSpec, view: JobView | None) -> StandIns | None:
+    """Return what the job wants of its cluster; None: its master does not answer, or has not begun."""
+    if view is None or not view.members:
+        return None
+    wanted = nodes_wanted(spec, view)
+    return StandIns(0, wanted.emptied, wanted.machines, wanted.empty)
 
 
 def stand_ins(view: JobView | None) -> StandIns | None:

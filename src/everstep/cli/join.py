@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from everstep.agent.agent import Agent
+from everstep.agent.agent import RECLAIM_S, Agent
 from everstep.agent.rundir import RunDirLock, disk_error, remove_sockets
 from everstep.bounds import PLACES_MAX
 from everstep.config.capacity import check_zone
@@ -50,13 +50,14 @@ def join_job(
     machine: str = "",
     host: str = "",
     join_s: float = JOIN_S,
+    reclaim_s: float | None = None,
 ) -> int:
     """Run this machine's agent until the job ends or the agent is stopped; return the exit code. ``notices``: as in
     ``--notices``; None: as the job says. ``zone``, ``market``: of this machine, "": not said. ``life``: so many
     machines of this name came before. ``ps``: that this node takes, None: see
     ``ps_offered``. ``machine``: as which
     this one counts, "": found out. ``host``: address of this node, "": on the way to the master. ``join_s``: so long
-    the master may not be there yet."""
+    the master may not be there yet. ``reclaim_s``: see ``Agent``."""
     from everstep.cli.link import ask_address, connect_agent, own_host, write_remote_master
 
     if not (0 if ps else 1) <= workers <= PLACES_MAX:
@@ -115,6 +116,7 @@ def join_job(
                 zone=zone,
                 market=Market(market) if market else None,
                 machine=machine,
+                reclaim_s=RECLAIM_S if reclaim_s is None else reclaim_s,
             )
             outcome = agent.run()
             if agent.emptied_for is None or not outcome.exit_code:

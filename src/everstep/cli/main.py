@@ -83,6 +83,13 @@ def cli() -> None:
 @click.option(
     "--capacity", help="Where further machines come from: trace:FILE, command:WORDS (default: who joins by hand)."
 )
+@click.option("--on", help="Train on --nodes nodes of a cluster: ray, ray:HOST:PORT or slurm; the master stays here.")
+@click.option("--node-cpus", type=int, help="--on: CPUs of each node (default: one for each worker and ps of it).")
+@click.option("--node-gpus", type=int, help="--on: GPUs of each node (default 0).")
+@click.option("--partition", "slurm_partition", help="--on slurm: where the nodes are (default: Slurm's default).")
+@click.option("--account", "slurm_account", help="--on slurm: who pays for them (default: the user's).")
+@click.option("--time", "slurm_time", help="--on slurm: limit of each node, as sbatch --time; it is replaced in time.")
+@click.option("--sbatch", "slurm_options", help="--on slurm: more words for sbatch, e.g. '--mem=8G'.")
 @click.option("--speed", "capacity_speed", type=float, help="Of a trace: so many times as fast (default 1).")
 @click.option("--quiet", "capacity_quiet", help="Of a trace: no pause between two events longer than this.")
 @click.option("--lead", "capacity_lead", help="Of a trace: notice before a machine goes, e.g. 30s (default: none).")
@@ -119,6 +126,11 @@ def run(config: Path | None, no_display: bool, command: tuple[str, ...], **flags
     from everstep.cli.run import run_job
 
     given = {name: value for name, value in flags.items() if value is not None}
+    on = given.pop("on", None)
+    if on is not None:
+        if "capacity" in given:
+            raise click.UsageError("--on and --capacity: give one of them")
+        given["capacity"] = on
     if command:
         given["script"], given["args"] = command[0], tuple(command[1:])
     raise SystemExit(run_job(config, given, live=not no_display))
@@ -563,6 +575,7 @@ def doctor() -> None:
 @click.option("--zone", default="", help="Where this machine is, as prices name it.")
 @click.option("--market", type=click.Choice(["on_demand", "spot"]), help="Of this machine (default: not said).")
 @click.option("--life", type=click.IntRange(0, 1 << 30), default=0, hidden=True)
+@click.option("--reclaim", type=click.FloatRange(0.1, 86_400), hidden=True)
 def agent(
     master: str,
     secret_file: Path,
@@ -576,12 +589,13 @@ def agent(
     zone: str,
     market: str | None,
     life: int,
+    reclaim: float | None,
 ) -> None:
     """Give this machine to a running job; the script must exist here under the same path."""
     from everstep.cli.join import join_job
 
     of = hardware, notices, zone, market or "", life, ps, machine
-    raise SystemExit(join_job(master, secret_file, workers, run_dir, node, *of))
+    raise SystemExit(join_job(master, secret_file, workers, run_dir, node, *of, reclaim_s=reclaim))
 
 
 @cli.command()

@@ -18,6 +18,7 @@ from everstep import faultpoints
 from everstep.agent.agent import Agent, JobOutcome
 from everstep.agent.rundir import FOLDERS, RunDirLock, disk_error, remove_sockets
 from everstep.cli.capacity import make_fleet
+from everstep.cli.cluster_platform import has_begun, of_cluster, on_cluster, run_again
 from everstep.cli.display import Display, make_screen, read_summary, summary_lines
 from everstep.cli.model import leave_model
 from everstep.cli.suspend import go_on, keep_elsewhere, take_here, wait_for_capacity
@@ -64,6 +65,8 @@ def run_job(config: Path | None, flags: Mapping[str, Any], live: bool) -> int:
     script = check_script(spec.script)
     if parse_capacity(spec.capacity).kind == "trace":
         spec = traced(spec)
+    if of_cluster(spec):
+        spec = on_cluster(spec)
     if spec.nodes > 1 and not spec.bind:
         spec = msgspec.structs.replace(spec, bind="0.0.0.0:0")
     spec = priced(spec)
@@ -77,6 +80,8 @@ def run_job(config: Path | None, flags: Mapping[str, Any], live: bool) -> int:
     refuse_foreign(spec.checkpoint_to)
     run_dir = Path(absolute(spec.run_dir)) if spec.run_dir else new_run_dir(spec.name)
     with RunDirLock.take(run_dir):
+        if of_cluster(spec) and has_begun(run_dir):
+            return run_again(spec, run_dir, live, os.environ)
         refuse_used(run_dir)
         return run_here(spec, origins, run_dir, live)
 
@@ -331,6 +336,7 @@ class _Run:
             zone=machine.offer.zone,
             market=machine.offer.market,
             notices=sources_of(spec.notices),
+            suspends=spec.capacity == "slurm" and "SLURM_JOB_ID" in os.environ,
         )
         if not self._told:
             self._told = True
@@ -346,7 +352,10 @@ class _Run:
         if spec.consistency != "async":
             servers += f", {spec.consistency}"
         sys.stdout.write(f"everstep: {spec.name}: {spec.workers} workers, {servers}, run directory {run_dir}\n")
-        if spec.bind:
+        if of_cluster(spec):
+            each = f"{spec.capacity_workers} workers, {spec.capacity_ps} ps"
+            print(f"everstep: {spec.capacity_nodes} nodes of {spec.capacity}, at most {each} on each", flush=True)
+        elif spec.bind:
             port = parse_host_port(spec.bind)[1]
             at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
             JoinedHosts(at, f"{run_dir}/secret", lambda text: print(text)).request(1)

@@ -9,7 +9,9 @@ from typing import Final, NamedTuple
 from everstep.bounds import PLACE_NAME
 from everstep.errors import ConfigError
 
-KINDS: Final = ("trace", "command")
+KINDS: Final = ("trace", "command", "ray", "slurm")
+CLUSTERS: Final = ("ray", "slurm")
+"""These need no more words: their nodes are asked for by ``--nodes``."""
 
 
 class CapacityName(NamedTuple):
@@ -25,8 +27,13 @@ def parse_capacity(text: str, where: str = "--capacity") -> CapacityName:
         return CapacityName("", "")
     kind, _, rest = text.partition(":")
     rest = rest.strip()
-    if kind not in KINDS or not rest:
-        raise ConfigError(f"{where}: {text!r} is no source of machines: there are trace:FILE and command:WORDS")
+    if kind not in KINDS or (not rest and kind not in CLUSTERS):
+        raise ConfigError(
+            f"{where}: {text!r} is no source of machines: there are trace:FILE, command:WORDS, ray[:HOST:PORT] and "
+            "slurm"
+        )
+    if kind == "slurm" and rest:
+        raise ConfigError(f"{where}: {text!r}: slurm takes no address: SLURM_CONF says where it is")
     if kind == "command":
         try:
             shlex.split(rest)

@@ -27,7 +27,7 @@ from typing import Any, Final
 import msgspec
 
 from everstep.bounds import MEMBERS_MAX, PLACES_MAX
-from everstep.config.capacity import check_zone, parse_capacity
+from everstep.config.capacity import CLUSTERS, check_zone, parse_capacity
 from everstep.config.consistency import parse_consistency
 from everstep.config.every import parse_every
 from everstep.config.limit import parse_limit
@@ -236,8 +236,19 @@ def _check_capacity(spec: JobSpec, at: Mapping[str, str]) -> None:
             raise ConfigError(f"{where}: expected a span such as '30s' ({error})") from None
     defaults = JobSpec()
     for field in ("capacity_speed", "capacity_quiet", "capacity_lead", "capacity_workers", "capacity_ps"):
-        if kind != "trace" and getattr(spec, field) != getattr(defaults, field):
+        derived = kind in CLUSTERS and spec.master_alone and field in ("capacity_workers", "capacity_ps")
+        if kind != "trace" and not derived and getattr(spec, field) != getattr(defaults, field):
             raise ConfigError(f"{field} = {getattr(spec, field)!r}{at[field]}: needs capacity: trace:FILE")
+    for field in ("slurm_partition", "slurm_account", "slurm_time", "slurm_options"):
+        if kind != "slurm" and getattr(spec, field):
+            raise ConfigError(f"{field} = {getattr(spec, field)!r}{at[field]}: needs --on slurm")
+    for field in ("node_cpus", "node_gpus"):
+        if kind not in CLUSTERS and getattr(spec, field):
+            raise ConfigError(f"{field} = {getattr(spec, field)}{at[field]}: needs --on ray or --on slurm")
+    try:
+        shlex.split(spec.slurm_options)
+    except ValueError as error:
+        raise ConfigError(f"slurm_options = {spec.slurm_options!r}{at['slurm_options']}: {error}") from None
     check_zone(spec.zone, f"zone = {spec.zone!r}{at['zone']}")
     if spec.capacity_nodes and not kind:
         raise ConfigError(f"capacity_nodes = {spec.capacity_nodes}{at['capacity_nodes']}: needs capacity")

@@ -52,13 +52,21 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     master_alone: bool = False  # the first node has the master only; other nodes are places, and bring no workers along
     files_port: int = 0  # with bind: where other nodes' processes leave checkpoints and logs; 0: any free port
     notices: str = ""  # who is asked whether a node goes away: aws, gcp, azure, alibaba, file:PATH, command:WORDS
-    capacity: str = ""  # where further machines come from: trace:FILE, command:WORDS; empty: who joins by hand
+    capacity: str = (
+        ""  # where further machines come from: trace:FILE, command:WORDS, ray, slurm; empty: who joins by hand
+    )
     capacity_speed: float = 1.0  # trace: so many times as fast as it was recorded
     capacity_quiet: str = "0s"  # trace: no pause longer than this between two events; 0s: as recorded
     capacity_lead: str = "0s"  # trace: notice before a machine goes, as it passes here; 0s: gone without a word
     capacity_nodes: int = 0  # machines to hold at a time, at most; 0: all that a trace has
     capacity_workers: int = 1  # workers of each machine of a trace
     capacity_ps: int = 0  # ps that each machine of a trace takes; 0: all stay on the first node
+    node_cpus: int = 0  # ray, slurm: CPUs that each node asks for; 0: one for each of its workers and ps
+    node_gpus: int = 0  # ray, slurm: GPUs that each node asks for
+    slurm_partition: str = ""  # in which the nodes are; empty: the default one
+    slurm_account: str = ""  # that pays for them; empty: the user's default
+    slurm_time: str = ""  # limit of each node's job, as sbatch --time; empty: the partition's
+    slurm_options: str = ""  # more words for sbatch, such as --mem=8G
     nodes: int = 1  # before so many nodes are there, this one included, nothing is started
     nodes_wait_s: float = 300.0  # but for so long at most; then the job begins with what there is
     zone: str = ""  # of the first node's machine, as prices name it

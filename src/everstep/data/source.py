@@ -222,6 +222,11 @@ def open_source(
             )
         if isinstance(spec, tuple) and all(hasattr(item, "shape") for item in spec):
             return arrays_source({str(i): item for i, item in enumerate(spec)}, columns, dtypes, "arrays")
+    if type(spec).__module__.startswith("ray.data"):
+        raise DataError(
+            f"a Ray {type(spec).__name__} has no samples by number, in the same order in every process, so that none "
+            "would be counted twice: write it once (dataset.write_parquet(PATH)) and give its files, 'PATH/*.parquet'"
+        )
     raise DataError(
         f"cannot read samples from {type(spec).__name__}: give a path, a table, arrays or a map-style dataset"
     )

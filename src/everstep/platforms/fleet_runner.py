@@ -6,7 +6,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from everstep.errors import EverstepError, PlatformError
@@ -27,15 +27,20 @@ from everstep.platforms.fleet import (
 
 _TURN_S = 0.1
 _STAND_INS_S = 1.0
+EMPTY_S = 300.0
+"""So long a node that the job does not need any more may take to be emptied."""
 _AGENTS_END_S = 15.0
 _BACK_OFF_MAX_S = 60.0
 
 
 class StandIns(NamedTuple):
-    """Is what the job wants in place of spot machines: ``machines`` on-demand ones; it wants ``emptied`` no more."""
+    """Is what the job wants in place of spot machines: ``machines`` on-demand ones; it wants ``emptied`` no more.
+    ``nodes``: machines that it wants of the source, None: as many as at first. ``empty``: these are to be emptied."""
 
     machines: int
     emptied: tuple[NodeId, ...] = ()
+    nodes: int | None = None
+    empty: tuple[NodeId, ...] = ()
 
 
 class FleetRunner:
@@ -55,6 +60,7 @@ class FleetRunner:
         stand_ins: Callable[[], StandIns | None] | None = None,
     ) -> None:
         self._stand_ins, self._asked, self._look_at = stand_ins, 0, 0.0
+        self._held = most
         self._source, self._platform, self._most = source, platform, most
         self._ready, self._remember, self._say = ready, remember, say
         self._fleet = Fleet()
@@ -117,7 +123,7 @@ class FleetRunner:
                     try:
                         if not requested:
                             self._source.request(self._most)
-                            requested = True
+                            self._held, requested = self._most, True
                         news = self._source.watch()
                     except PlatformError as error:
                         self._complain("source", f"{self._source.name}: {error}; it is asked again")
@@ -157,12 +163,16 @@ class FleetRunner:
             if wanted.machines != self._asked:
                 self._source.request(wanted.machines, Market.ON_DEMAND)
                 self._asked = wanted.machines
+            if wanted.nodes is not None and wanted.nodes != self._held:
+                self._source.request(wanted.nodes)
+                self._held = wanted.nodes
         except PlatformError as error:
             self._complain("source", f"{self._source.name}: {error}; it is asked again")
         for node in wanted.emptied:
             self._do(self._fleet.unwanted(node))
+        self._do([WarnAgent(node, EMPTY_S) for node in wanted.empty])
 
-    def _do(self, actions: list[FleetAction] | list[StartAgent], late: bool = False) -> None:
+    def _do(self, actions: Sequence[FleetAction], late: bool = False) -> None:
         for action in actions:
             try:
                 match action:

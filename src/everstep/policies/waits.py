@@ -38,7 +38,8 @@ def machines_needed(spec: JobSpec) -> int:
     """Return how many machines, beside the first one, a suspended job needs to go on: as many as bring the workers that
     its first machine has not, and one at least."""
     least = max(spec.min_workers, spec.workers if spec.recovery == "wait_for_all" else 1)
-    return max(1, math.ceil((least - spec.workers) / max(1, spec.capacity_workers)))
+    here = 0 if spec.master_alone else spec.workers
+    return max(1, math.ceil((least - here) / max(1, spec.capacity_workers)))
 
 
 def fallback_s(spec: JobSpec) -> float:

@@ -1,0 +1,56 @@
+"""Says how many nodes of a cluster a job needs, and which of them it gives back. Pure.
+
+In a cluster (``--on ray``, ``--on slurm``) each node has the same number of places for workers and ps.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from everstep.config.spec import JobSpec
+from everstep.ids import NodeId
+from everstep.model.job_view import JobView, NodeView
+from everstep.policies.node_selection import HOME_NODE
+
+
+class NodesWanted(NamedTuple):
+    """Says how many ``machines`` are wanted, which nodes are to be emptied, and which are ``emptied`` and go back."""
+
+    machines: int
+    empty: tuple[NodeId, ...]
+    emptied: tuple[NodeId, ...]
+
+
+def places(count: int, nodes: int) -> int:
+    """Return how many places each of ``nodes`` nodes needs for ``count`` processes."""
+    return math.ceil(count / max(1, nodes))
+
+
+def nodes_for(spec: JobSpec, workers: int, ps: int) -> int:
+    """Return how many nodes have places for so many workers and ps; one at least."""
+    needed = [math.ceil(n / each) for n, each in ((workers, spec.capacity_workers), (ps, spec.capacity_ps)) if each]
+    return max(1, *needed) if needed else 1
+
+
+def nodes_wanted(spec: JobSpec, view: JobView) -> NodesWanted:
+    """Return what a job wants by its view. A node is emptied before it is given back, one at a time, and only while
+    all members that the job wants are there."""
+    wanted = view.members_wanted
+    needed = nodes_for(spec, wanted.get("worker", spec.workers), wanted.get("ps", spec.ps))
+    held = [n for n in view.nodes if n.node != HOME_NODE and n.alive]
+    emptied = tuple(n.node for n in held if n.draining and not _members(n))
+    leaving = [n for n in held if n.draining and _members(n)]
+    staying = [n for n in held if not n.draining]
+    excess = len(staying) - needed
+    up = sum(m.up for m in view.members if m.role.value in wanted)
+    if excess <= 0 or leaving or up < sum(wanted.values()):
+        return NodesWanted(needed, (), emptied)
+    newest_first = staying[::-1]
+    first, *rest = sorted(newest_first, key=_members)[:excess]
+    more = [n.node for n in rest if not _members(n)]
+    return NodesWanted(needed, (first.node, *more), emptied)
+
+
+def _members(node: NodeView) -> int:
+    return node.workers + node.ps

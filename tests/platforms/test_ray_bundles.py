@@ -1,0 +1,70 @@
+"""Which bundle a node gets, and which versions of Ray will do: without Ray."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from everstep.errors import ConfigError
+from everstep.ids import NodeId
+from everstep.platforms.ray_bundles import BundlePlace, Bundles
+from everstep.platforms.ray_cluster import check_ray, version_of
+
+
+def names(*numbers: int) -> list[NodeId]:
+    return [NodeId(f"ray-{n}") for n in numbers]
+
+
+def test_nodes_that_are_asked_for_together_are_one_group() -> None:
+    bundles = Bundles()
+    placed, made = bundles.assign(names(1, 2, 3))
+    assert made == (1, 3) and [place for _, place in placed] == [
+        BundlePlace(1, 0),
+        BundlePlace(1, 1),
+        BundlePlace(1, 2),
+    ]
+    assert bundles.free(names(2)) == []
+    assert bundles.assign(names(4, 5)) == ([(names(4)[0], BundlePlace(1, 1)), (names(5)[0], BundlePlace(2, 0))], (2, 1))
+    assert bundles.free(names(5)) == [2], "a group goes with its last node"
+    assert bundles.free(names(1, 3, 4)) == [1] and bundles.nodes() == []
+
+
+def test_what_an_earlier_run_left_is_taken_over() -> None:
+    bundles = Bundles()
+    bundles.adopt(4, 2)
+    bundles.take(BundlePlace(4, 1), names(9)[0])
+    assert bundles.assign(names(10)) == ([(names(10)[0], BundlePlace(4, 0))], None)
+    assert bundles.assign(names(11))[1] == (5, 1)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9)), max_size=30))
+def test_no_bundle_has_two_nodes_and_no_empty_group_stays(steps: list[tuple[int, int]]) -> None:
+    bundles, number, removed = Bundles(), 0, set[int]()
+    where: dict[NodeId, BundlePlace] = {}
+    for add, drop in steps:
+        new = names(*range(number + 1, number + add + 1))
+        number += add
+        placed, made = bundles.assign(new)
+        where |= dict(placed)
+        assert made is None or made[0] not in removed
+        assert len(set(where.values())) == len(where) and sorted(where) == sorted(bundles.nodes())
+        gone = sorted(where)[:drop]
+        for node in gone:
+            del where[node]
+        removed |= set(bundles.free(gone))
+        assert {place.group for place in where.values()} & removed == set()
+
+
+@pytest.mark.parametrize(("version", "fine"), [("2.50.0", True), ("2.60.0", True), ("3.0", True), ("2.9.3", False)])
+def test_versions(version: str, fine: bool) -> None:
+    if fine:
+        return check_ray(version)
+    with pytest.raises(ConfigError, match=r"Ray 2\.9\.3 is too old: 2\.50 or newer"):
+        check_ray(version)
+
+
+def test_ray_that_is_missing() -> None:
+    assert version_of("2.52.0rc1") == (2, 52, 0)
+    with pytest.raises(ConfigError, match=r"pip install 'everstep\[ray\]'"):
+        check_ray("")

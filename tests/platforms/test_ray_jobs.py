@@ -1,0 +1,114 @@
+"""Real jobs on a real Ray of three nodes: nodes are killed and drained, ``everstep run`` is killed, and every sample
+counts once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster_jobs import ClusterRun, until
+from ray_here import RayHere
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'everstep[ray]'")
+pytestmark = [pytest.mark.processes, pytest.mark.platforms, pytest.mark.slow, pytest.mark.timeout(1500)]
+MODES = {
+    "ps": ("--workers", "3", "--ps", "3", "--parity", "1+1"),
+    "allreduce": ("--mode", "allreduce", "--workers", "3"),
+}
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[RayHere]:
+    here = RayHere(3)
+    yield here
+    here.close()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[ClusterRun]:
+    made = ClusterRun(tmp_path, {})
+    yield made
+    made.close()
+
+
+def machine(run: ClusterRun, node: str) -> str:
+    view = run.view()
+    assert view is not None
+    return next(n.machine for n in view.nodes if n.node == node)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_job_survives_nodes_and_its_everstep_run(run: ClusterRun, ray: RayHere, mode: str) -> None:
+    run.write(16, sparse=mode == "ps")
+    run.start("--on", f"ray:{ray.address}", "--nodes", "3", *MODES[mode])
+    run.whole(3)
+    run.trained(200)
+
+    first = run.nodes()[0]
+    ray.kill_node(machine(run, first))
+    until(lambda: first not in run.nodes(), run.story)
+    run.trained(200)
+    ray.add()
+    run.whole(3)
+    run.trained(200)
+
+    before = run.nodes()
+    run.kill()
+    run.start()
+    run.whole(3)
+    run.trained(200)
+    assert run.nodes() == before, "the nodes stayed"
+
+    second, other = run.nodes()[0], machine(run, run.nodes()[0])
+    ray.drain(other, 90)
+    until(lambda: second not in run.nodes(), run.story)
+    ray.kill_node(other)
+    ray.add()
+    run.whole(3)
+    run.trained(200)
+
+    less = ("--workers", "2", "--ps", "2") if mode == "ps" else ("--workers", "2")
+    run.everstep("scale", str(run.run_dir), *less)
+    run.whole(2)
+    run.everstep("scale", str(run.run_dir), "--workers", "3")
+    run.whole(3)
+    run.ends_well()
+    assert ray.left() == "[[], []]"
+
+
+def test_an_actor_whose_everstep_run_never_comes_back_goes(ray: RayHere) -> None:
+    code = """
+import ray, sys, time
+from everstep.platforms.ray_agent import RayAgent
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as In
+ray.init(address=sys.argv[1], namespace="everstep", log_to_driver=False, configure_logging=False)
+group = placement_group([{"CPU": 1}], name="orphans.1", lifetime="detached")
+options = {"name": "orphans.1.0.n", "lifetime": "detached", "num_cpus": 1, "scheduling_strategy": In(group, 0)}
+words = ["--join", "127.0.0.1:1", "--node", "n"]
+actor = ray.remote(RayAgent).options(max_concurrency=4, **options).remote(words, b"x", "n", "orphans.1", 1.0)
+print(ray.get(actor.ended.remote()))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, ray.address], capture_output=True, text=True, timeout=180, check=False
+    )
+    assert done.returncode == 0 and "(" in done.stdout, done.stderr
+    until(lambda: ray.left() == "[[], []]", ray.left)
+
+
+def refused(run: ClusterRun, *words: str) -> str:
+    run.write(1, sparse=False)
+    argv = [sys.executable, "-m", "everstep.cli", "run", *words, str(run.script)]
+    done = subprocess.run(argv, env=run.env, cwd=run.folder, capture_output=True, text=True, timeout=120, check=False)
+    lines = done.stderr.splitlines()
+    assert done.returncode in (2, 4) and len(lines) == 1, done.stderr
+    assert not (run.folder / "runs").exists()
+    return lines[0]
+
+
+def test_no_such_address(run: ClusterRun) -> None:
+    assert "nothing answers at 127.0.0.1:1" in refused(run, "--on", "ray:127.0.0.1:1")
+    assert "expected ray:HOST:PORT" in refused(run, "--on", "ray:somewhere")
