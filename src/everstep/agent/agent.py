@@ -337,9 +337,7 @@ class Agent:
             self._reclaimed("SIGTERM", self._reclaim_s)
             return
         if signo == signal.SIGTERM and self._suspends and not self._leaving:
-            self._tell("SIGTERM: this node is taken back: the job is suspended, and goes on when it is started again")
-            self._outcome_unless_known(outcome)
-            self.stop(why, SuspendAsked("its master's node was taken back"))
+            self._noticed(Change(Notice("Slurm", why, "SIGTERM", time.time() + self._reclaim_s)))
             return
         again = "; again to stop at once" if signo == signal.SIGINT else ""
         self._tell(f"{why}: stopping{again}")
