@@ -65,6 +65,7 @@ def test_a_node_that_goes_is_told_of_once_and_replaced_before_its_end() -> None:
     assert nodes.look(1.0, [seen("c-1", left_s=61.0)]) == ([], [])
     assert nodes.look(2.0, [seen("c-1", left_s=60.0)]) == ([Warned(ONE, 60.0)], [AddNodes((TWO,))])
     assert nodes.look(3.0, [seen("c-1", NodeState.LEAVING, left_s=59.0), seen("c-2", NodeState.ASKED)]) == ([], [])
+    assert nodes.going(12.0) == {ONE: 50.0}
     assert nodes.look(4.0, [seen("c-2")]) == ([Grant(TWO, OFFER), Gone(ONE)], [])
 
 

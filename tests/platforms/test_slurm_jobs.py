@@ -122,10 +122,13 @@ def test_a_queued_again_job_goes_on_exactly(run: ClusterRun, slurm: SlurmHere) -
 
 def test_a_node_with_a_time_limit_is_replaced_before_its_end(run: ClusterRun, slurm: SlurmHere) -> None:
     run.write(10, sparse=True)
-    run.start("--on", "slurm", "--time", "2", "--nodes", "1", "--workers", "1", "--ps", "1", "--parity", "0")
-    run.whole(1)
-    until(lambda: "slurm-2" in run.nodes() and "slurm-1" not in run.nodes(), run.story)
-    run.whole(1)
+    run.start("--on", "slurm", "--time", "30", "--nodes", "2", "--workers", "2", "--ps", "2", "--parity", "1+1")
+    run.whole(2)
+    (job,) = [line.split()[0] for line in slurm.jobs() if line.endswith(" slurm-1")]
+    slurm.said("scontrol", "update", f"jobid={job}", "timelimit=2")
+    until(lambda: run.nodes() == ["slurm-2", "slurm-3"], run.story)
+    run.whole(2)
+    assert "ps:0 lost" not in (run.folder / "everstep.log").read_text(), "it was empty when it ended"
     run.ends_well()
     nothing_left(slurm)
 

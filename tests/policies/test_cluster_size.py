@@ -8,7 +8,7 @@ from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.job_view import JobView, MemberView, NodeView, ShownState
 from everstep.model.member import Role
-from everstep.policies.cluster_size import NodesWanted, nodes_for, nodes_wanted, places
+from everstep.policies.cluster_size import EMPTY_S, NodesWanted, nodes_for, nodes_wanted, places
 
 SPEC = JobSpec(workers=3, ps=3, capacity_workers=1, capacity_ps=1, master_alone=True)
 
@@ -57,7 +57,9 @@ def test_more_members_want_more_nodes() -> None:
 
 def test_a_node_too_many_is_emptied_and_then_given_back() -> None:
     nodes = [node("n1", 2), node("n2", 1), node("n3", 1), node("gone", 2, alive=False)]
-    assert nodes_wanted(SPEC, view(nodes, 2, 2)) == NodesWanted(2, (NodeId("n3"),), ()), "the newest of the emptiest"
+    assert nodes_wanted(SPEC, view(nodes, 2, 2)) == NodesWanted(2, ((NodeId("n3"), EMPTY_S),), ()), (
+        "the newest of the emptiest"
+    )
     nodes[2] = node("n3", 1, draining=True)
     assert nodes_wanted(SPEC, view(nodes, 2, 2)) == NodesWanted(2, (), ()), "it takes its time"
     nodes[2] = node("n3", 0, draining=True)
@@ -71,5 +73,14 @@ def test_nothing_is_emptied_while_somebody_is_missing() -> None:
 
 def test_all_empty_nodes_too_many_go_together_and_full_ones_one_by_one() -> None:
     nodes = [node("n1", 2), node("n2", 0), node("n3", 0), node("n4", 2)]
-    assert nodes_wanted(SPEC, view(nodes, 1, 1)).empty == ("n3", "n2")
-    assert nodes_wanted(SPEC, view([nodes[0], nodes[3]], 1, 1)).empty == ("n4",)
+    assert nodes_wanted(SPEC, view(nodes, 1, 1)).empty == (("n3", EMPTY_S), ("n2", EMPTY_S))
+    assert nodes_wanted(SPEC, view([nodes[0], nodes[3]], 1, 1)).empty == (("n4", EMPTY_S),)
+
+
+def test_a_node_that_goes_is_emptied_and_its_replacement_is_not_one_too_many() -> None:
+    nodes = [node("n1", 2), node("n2", 0)]
+    one = msgspec.structs.replace(SPEC, workers=1, ps=1)
+    going = {NodeId("n1"): 40.0}
+    assert nodes_wanted(one, view(nodes, 1, 1), going) == NodesWanted(1, ((NodeId("n1"), 40.0),), ())
+    nodes[0] = node("n1", 2, draining=True)
+    assert nodes_wanted(one, view(nodes, 1, 1), going) == NodesWanted(1, (), ()), "it was told"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from everstep.brain.events import CapacityChanged, DrainAsked
@@ -67,15 +67,15 @@ def make_fleet(
         agents = LocalAgents(run_dir, at, spec.capacity_workers, spec.capacity_ps)
         most = spec.capacity_nodes or source.most
     elif kind in CLUSTERS:
-        source = make_cluster(spec, run_dir, join, say)
+        cluster = make_cluster(spec, run_dir, join, say)
         return FleetRunner(
-            source,
-            ClusterAgents(source, drain),
+            cluster,
+            ClusterAgents(cluster, drain),
             spec.capacity_nodes,
             lambda: fetch() is not None,
             remember,
             say,
-            lambda: cluster_wants(spec, fetch()),
+            lambda: cluster_wants(spec, fetch(), cluster.going()),
         )
     else:
         source = CommandCapacity(rest, {"EVERSTEP_JOIN": join, "EVERSTEP_SECRET_FILE": str(run_dir / SECRET_FILE)})
@@ -85,11 +85,12 @@ def make_fleet(
     return FleetRunner(source, agents, most, lambda: fetch() is not None, remember, say, wants)
 
 
-def cluster_wants(spec: JobSpec, view: JobView | None) -> StandIns | None:
-    """Return what the job wants of its cluster; None: its master does not answer, or has not begun."""
+def cluster_wants(spec: JobSpec, view: JobView | None, going: Mapping[NodeId, float | None]) -> StandIns | None:
+    """Return what the job wants of its cluster, of which ``going`` nodes go; None: its master does not answer, or has
+    not begun."""
     if view is None or not view.members:
         return None
-    wanted = nodes_wanted(spec, view)
+    wanted = nodes_wanted(spec, view, going)
     return StandIns(0, wanted.emptied, wanted.machines, wanted.empty)
 
 

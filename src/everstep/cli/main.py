@@ -86,10 +86,24 @@ def cli() -> None:
 @click.option("--on", help="Train on --nodes nodes of a cluster: ray, ray:HOST:PORT or slurm; the master stays here.")
 @click.option("--node-cpus", type=int, help="--on: CPUs of each node (default: one for each worker and ps of it).")
 @click.option("--node-gpus", type=int, help="--on: GPUs of each node (default 0).")
-@click.option("--partition", "slurm_partition", help="--on slurm: where the nodes are (default: Slurm's default).")
-@click.option("--account", "slurm_account", help="--on slurm: who pays for them (default: the user's).")
-@click.option("--time", "slurm_time", help="--on slurm: limit of each node, as sbatch --time; it is replaced in time.")
-@click.option("--sbatch", "slurm_options", help="--on slurm: more words for sbatch, e.g. '--mem=8G'.")
+@click.option(
+    "--partition",
+    "--slurm-partition",
+    "slurm_partition",
+    help="--on slurm: where the nodes are (default: Slurm's default).",
+)
+@click.option(
+    "--account", "--slurm-account", "slurm_account", help="--on slurm: who pays for them (default: the user's)."
+)
+@click.option(
+    "--time",
+    "--slurm-time",
+    "slurm_time",
+    help="--on slurm: limit of each node, as sbatch --time; it is replaced in time.",
+)
+@click.option(
+    "--sbatch", "--slurm-options", "slurm_options", help="--on slurm: more words for sbatch, e.g. '--mem=8G'."
+)
 @click.option("--speed", "capacity_speed", type=float, help="Of a trace: so many times as fast (default 1).")
 @click.option("--quiet", "capacity_quiet", help="Of a trace: no pause between two events longer than this.")
 @click.option("--lead", "capacity_lead", help="Of a trace: notice before a machine goes, e.g. 30s (default: none).")

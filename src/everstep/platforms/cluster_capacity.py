@@ -102,6 +102,10 @@ class ClusterCapacity:
     def __repr__(self) -> str:
         return f"<{self._nodes!r} of {self.name}>"
 
+    def going(self) -> dict[NodeId, float | None]:
+        """Return the nodes that go, with the seconds that each has left; None: nobody says."""
+        return self._nodes.going(self._now())
+
     def up(self) -> int:
         """Return how many nodes run. Asks for none and takes none back."""
         return sum(s.state in (NodeState.RUNNING, NodeState.LEAVING) for s in self._port.look())

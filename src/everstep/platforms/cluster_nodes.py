@@ -75,12 +75,13 @@ NodeAction = AddNodes | CancelNode | SayLine
 
 class NodeRecord(msgspec.Struct):
     """Is what is known of a node. ``asked_at``: when it was asked for, or first seen. ``granted_at``: when the job got
-    it, -1.0: not yet. ``warned``: it goes, and does not count any more."""
+    it, -1.0: not yet. ``warned``: it goes, and does not count any more; ``ends_at``: when, None: soon."""
 
     asked_at: float
     seen: bool = False
     granted_at: float = -1.0
     warned: bool = False
+    ends_at: float | None = None
 
 
 class ClusterLook(NamedTuple):
@@ -108,6 +109,14 @@ class ClusterNodes:
     def wanted(self) -> int:
         """Return how many nodes are wanted."""
         return self._wanted
+
+    def going(self, now: float) -> dict[NodeId, float | None]:
+        """Return the nodes that were told to go, with the seconds that each has left; None: nobody says."""
+        return {
+            node: None if record.ends_at is None else max(0.0, record.ends_at - now)
+            for node, record in self._known.items()
+            if record.warned
+        }
 
     def request(self, count: int) -> None:
         """Want ``count`` nodes from now on. Another number than before ends a wait after failures."""
@@ -168,6 +177,7 @@ class ClusterNodes:
         near = seen.left_s is not None and seen.left_s <= self._lead_s
         if (seen.state is NodeState.LEAVING or near) and not record.warned:
             record.warned = True
+            record.ends_at = None if seen.left_s is None else now + seen.left_s
             news.append(Warned(node, seen.left_s))
 
     def _ended(

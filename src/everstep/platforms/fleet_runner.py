@@ -27,20 +27,19 @@ from everstep.platforms.fleet import (
 
 _TURN_S = 0.1
 _STAND_INS_S = 1.0
-EMPTY_S = 300.0
-"""So long a node that the job does not need any more may take to be emptied."""
 _AGENTS_END_S = 15.0
 _BACK_OFF_MAX_S = 60.0
 
 
 class StandIns(NamedTuple):
     """Is what the job wants in place of spot machines: ``machines`` on-demand ones; it wants ``emptied`` no more.
-    ``nodes``: machines that it wants of the source, None: as many as at first. ``empty``: these are to be emptied."""
+    ``nodes``: machines that it wants of the source, None: as many as at first. ``empty``: these are to be emptied, each
+    within so many seconds."""
 
     machines: int
     emptied: tuple[NodeId, ...] = ()
     nodes: int | None = None
-    empty: tuple[NodeId, ...] = ()
+    empty: tuple[tuple[NodeId, float], ...] = ()
 
 
 class FleetRunner:
@@ -170,7 +169,7 @@ class FleetRunner:
             self._complain("source", f"{self._source.name}: {error}; it is asked again")
         for node in wanted.emptied:
             self._do(self._fleet.unwanted(node))
-        self._do([WarnAgent(node, EMPTY_S) for node in wanted.empty])
+        self._do([WarnAgent(node, in_s) for node, in_s in wanted.empty])
 
     def _do(self, actions: Sequence[FleetAction], late: bool = False) -> None:
         for action in actions:
