@@ -59,6 +59,7 @@ class World:
         self.others: set[tuple[Kind, str]] = set()
         self.requests: dict[str, Object] = {}
         self.nodes: dict[str, Object] = {}
+        self.events: dict[str, Object] = {}
         self.ever: set[str] = set()  # names of all pods that ever were
         self.log: list[tuple[str, WatchChange]] = []  # what watches will tell
         self.wants = (3, 2)  # what the master was told last
@@ -96,6 +97,8 @@ class World:
                 self.pods[name] = self._touch(made)
                 self._tell(ChangeType.ADDED, made)
                 self.cache.made(copy.deepcopy(made))
+            case Create(Kind.EVENT, body):
+                self.events.setdefault(name_of(body), body)
             case Create(kind, body):
                 self.others.add((kind, name_of(body)))
             case MakeSecret():

@@ -150,6 +150,7 @@ def status_lines(job: Object) -> list[str]:
     head = f"{name_of(job)}  {job['spec'].get('mode')}  {told.get('phase', 'not seen by an operator yet')}"
     if progress:
         head += f"  {progress.get('samples', 0):,} samples"
+        head += f" ({progress['percent']} %)" if "percent" in progress else ""
     lines = [head]
     master = told.get("master") or {}
     if master:
@@ -164,6 +165,10 @@ def status_lines(job: Object) -> list[str]:
     for condition in told.get("conditions") or []:
         if condition["status"] == "True" and condition["type"] != "Ready":
             lines.append(f"{condition['type']}: {condition.get('message') or condition.get('reason')}")
+    if told.get("cost"):
+        lines.append(cost_lines(job)[0])
+    if (told.get("checkpoint") or {}).get("number"):
+        lines.append(f"checkpoint {told['checkpoint']['number']} of {told['checkpoint']['time']}")
     for each in (told.get("disruptions") or [])[-5:]:
         lines.append(f"{each.get('noticeTime')}: {each['pod']} goes from {each.get('node')} ({each['source']})")
     return lines
@@ -210,11 +215,49 @@ def scale(run_dir: Path, workers: int | None, ps: int | None) -> None:
     click.echo(" and ".join(f"{count} {words[role]}" for role, count in wanted.items()) + " wanted")
 
 
-def suspend(run_dir: Path, on: bool) -> None:
-    """Suspend a job of a cluster, or let it go on."""
+def suspend(run_dir: Path, on: bool, budget: float | None = None) -> None:
+    """Suspend a job of a cluster, or let it go on. ``budget``: what it may spend from now on in all; 0: any sum."""
     at = find(run_dir)
-    at.client.patch(Kind.JOB, at.namespace, at.name, {"spec": {"suspend": on}})
+    spec: Object = {"suspend": on}
+    if budget is not None:
+        if budget < 0:
+            raise ConfigError(f"--budget {budget:g}: give a sum above 0, or 0 for any")
+        spec["cost"] = {"budget": f"{budget:.6f}".rstrip("0").rstrip(".") if budget else None}
+    at.client.patch(Kind.JOB, at.namespace, at.name, {"spec": spec})
     click.echo("the job is being suspended" if on else "the job goes on")
+
+
+def cost(run_dir: Path, as_json: bool) -> None:
+    """Show what a job of a cluster has cost, by what its operator has counted."""
+    job = find(run_dir).read()
+    told = (job.get("status") or {}).get("cost") or {}
+    if as_json:
+        click.echo(json.dumps({"cost": told, "budget": (job["spec"].get("cost") or {}).get("budget")}))
+        return
+    for line in cost_lines(job):
+        click.echo(line)
+
+
+def cost_lines(job: Object) -> list[str]:
+    """Return what people read of a job's cost."""
+    told, asked = (job.get("status") or {}).get("cost") or {}, job["spec"].get("cost") or {}
+    if not told:
+        return ["nothing is counted: the job names no prices (spec.worker.price.onDemandHourly), or no pod ran yet"]
+    money = asked.get("currency", "USD")
+    pods_s = int(told.get("spotPodSeconds", 0)) + int(told.get("onDemandPodSeconds", 0))
+    lines = [
+        f"spent {told.get('spent')} {money} up to {told.get('time')}: {pods_s / 3600:.2f} pod hours, "
+        f"{int(told.get('spotPodSeconds', 0)) / 3600:.2f} of them on spot machines",
+        f"on demand it would have been {told.get('onDemandEquivalent')} {money}: {told.get('savedPercent')} % saved",
+    ]
+    if told.get("unpricedPodSeconds"):
+        lines.append(f"not in it: {int(told['unpricedPodSeconds']) / 3600:.2f} pod hours on machines without a price")
+    samples = (job["status"].get("progress") or {}).get("samples", 0)
+    if samples:
+        lines.append(f"a million samples cost {1e6 * float(told.get('spent', 0)) / samples:.4f} {money}")
+    if asked.get("budget"):
+        lines.append(f"budget: {asked['budget']} {money}; the job is suspended before it has spent that")
+    return lines
 
 
 def explain(run_dir: Path) -> None:

@@ -8,6 +8,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import click
@@ -24,6 +25,7 @@ from everstep.platforms.kubernetes.kinds import MASTER_PORT
 from everstep.platforms.kubernetes.operator import Operator
 
 ANSWER_S = 3.0
+ASKERS = 8  # threads that wait for masters
 DEMO_NODES = ("node-1", "node-2", "node-3")
 
 
@@ -77,6 +79,8 @@ def read_secret(text: str) -> Secret:
 
 def report_of(view: JobView) -> MasterReport:
     """Return what counts to the operator of what a master shows."""
+    checkpoint, total = view.checkpoint, sum(epoch.epochs * epoch.samples for epoch in view.epochs)
+    done = sum(epoch.epoch * epoch.samples + epoch.samples_done for epoch in view.epochs)
     return MasterReport(
         workers=view.members_wanted.get("worker", 0),
         ps=view.members_wanted.get("ps", 0),
@@ -84,6 +88,11 @@ def report_of(view: JobView) -> MasterReport:
         samples=view.samples_done,
         waiting=view.supervision is not None and view.supervision.state == "waiting",
         over=view.exit_code is not None,
+        step=view.group.step if view.group else 0,
+        percent=100 * done // total if total else -1,
+        membership=view.group.generation if view.group else view.placement.version if view.placement else 0,
+        checkpoint=checkpoint.newest if checkpoint else 0,
+        checkpoint_at=checkpoint.at if checkpoint else 0.0,
     )
 
 
@@ -95,9 +104,10 @@ def run_operator(context: str, namespace: str, lease: bool) -> int:
     client = LightkubeClient.connect(context)
     namespace = namespace or client.namespace
     election = Election(client, namespace, say) if lease else None
-    operator = Operator(client, namespace, MastersByNetwork(), say, election.leads if election else lambda: True)
+    leads = election.leads if election else lambda: True
     say(f"operator of namespace {namespace} at {client!r}")
-    with stopping() as over:
+    with stopping() as over, ThreadPoolExecutor(ASKERS, "ask") as askers:
+        operator = Operator(client, namespace, MastersByNetwork(), say, leads, askers.submit)
         if election is not None:
             election.start()
         thread = threading.Thread(target=operator.run, name="operator", daemon=True)
@@ -115,8 +125,12 @@ def run_demo(folder: Path, port: int, nodes: int) -> int:
     from everstep.platforms.kubernetes.demo.played_cluster import DemoCluster
 
     names = tuple(f"node-{n}" for n in range(1, nodes + 1))
-    with stopping() as over, DemoCluster(folder, names, port) as cluster:
-        operator = Operator(cluster.client(), "default", MastersByNetwork(), say)
+    with (
+        stopping() as over,
+        DemoCluster(folder, names, port) as cluster,
+        ThreadPoolExecutor(ASKERS, "ask") as askers,
+    ):
+        operator = Operator(cluster.client(), "default", MastersByNetwork(), say, run=askers.submit)
         thread = threading.Thread(target=operator.run, name="operator", daemon=True)
         thread.start()
         say(f"a cluster of {nodes} nodes is played here: export KUBECONFIG={cluster.kubeconfig}")

@@ -197,7 +197,7 @@ def unsuspend(
     if run_dir.startswith("k8s:"):
         from everstep.cli import cluster_job
 
-        cluster_job.suspend(Path(run_dir), False)
+        cluster_job.suspend(Path(run_dir), False, budget)
         return
     moved = MovedTo(run_dir=new_dir or "", script=script or "", bind=bind or "")
     raise SystemExit(unsuspend_job(run_dir, not no_display, budget, moved))
@@ -422,6 +422,11 @@ def cost(run_dir: Path, as_json: bool, prices: Path | None, at: str, kind: str, 
     """Show what a run has cost, what on-demand machines would have cost, and what one sample cost."""
     from everstep.cli.cost import show_cost
 
+    if str(run_dir).startswith("k8s:"):
+        from everstep.cli import cluster_job
+
+        cluster_job.cost(run_dir, as_json)
+        return
     need_run_dir(run_dir)
     click.echo(show_cost(run_dir, as_json, prices, at, out, kind))
 

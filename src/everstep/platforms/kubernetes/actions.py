@@ -93,6 +93,10 @@ class MasterReport(msgspec.Struct, frozen=True):
     samples: int = 0
     waiting: bool = False
     over: bool = False
+    percent: int = -1  # of all samples; -1: it cannot be told
+    membership: int = 0  # how often the members have changed: the placement's version, or the group's generation
+    checkpoint: int = 0  # the newest that is whole; 0: none
+    checkpoint_at: float = 0.0  # seconds since 1970
 
 
 class Seen(msgspec.Struct, frozen=True):

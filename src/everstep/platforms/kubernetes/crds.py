@@ -39,6 +39,9 @@ _MONEY: Final[Schema] = {"type": "string", "pattern": r"^[0-9]+(\.[0-9]{1,6})?$"
 _LONG: Final[Schema] = {"type": "integer", "format": "int64"}
 
 
+_PRICE: Final = _struct({"onDemandHourly": _MONEY, "spotHourly": _MONEY})
+
+
 def _role(least: int) -> Schema:
     return _struct(
         {
@@ -47,7 +50,7 @@ def _role(least: int) -> Schema:
             "maxReplicas": _whole(1, COUNT_MAX),
             "restartLimit": _whole(0, None, 10),
             "template": _OPEN,
-            "price": _struct({"onDemandHourly": _MONEY, "spotHourly": _MONEY}),
+            "price": _PRICE,
         },
         ("template",),
         (
@@ -103,6 +106,7 @@ _SPEC: Final = _struct(
                 "template": _OPEN,
                 "restartLimit": _whole(0, None, 10),
                 "volume": _struct({"size": _text(32, default="1Gi"), "storageClassName": _text()}),
+                "price": _PRICE,
             }
         ),
         "worker": _role(0),
@@ -202,7 +206,7 @@ _STATUS: Final = _struct(
         "completionTime": _TIME,
         "waitingSince": _TIME,
         "progress": _struct({"step": _LONG, "samples": _LONG, "percent": _whole(0, 100), "time": _TIME}),
-        "checkpoint": _struct({"step": _LONG, "time": _TIME, "trigger": {"type": "string"}}),
+        "checkpoint": _struct({"number": _LONG, "step": _LONG, "time": _TIME, "trigger": {"type": "string"}}),
         "disruptions": {
             "type": "array",
             "items": _struct(
@@ -221,9 +225,11 @@ _STATUS: Final = _struct(
             {
                 "spotPodSeconds": _LONG,
                 "onDemandPodSeconds": _LONG,
+                "unpricedPodSeconds": _LONG,
                 "spent": {"type": "string"},
                 "onDemandEquivalent": {"type": "string"},
                 "savedPercent": {"type": "string"},
+                "time": _TIME,
             }
         ),
         "currentScaleRequest": {"type": "string"},

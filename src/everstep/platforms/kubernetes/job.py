@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import posixpath
+from decimal import Decimal
 from typing import Any, Final, NamedTuple
 
 from everstep.config.load import load_spec
@@ -73,6 +74,24 @@ def script_of(job: Object) -> tuple[str, tuple[str, ...]]:
     return posixpath.join(folder, script) if folder else script, tuple(args)
 
 
+def budget_of(job: Object) -> Decimal | None:
+    """Return what a job may spend; None: any sum."""
+    text = (job["spec"].get("cost") or {}).get("budget")
+    return Decimal(text) if text is not None else None
+
+
+def check_prices(job: Object) -> None:
+    """Raise ConfigError: a budget without prices, or one that no machine could run an hour for."""
+    budget = budget_of(job)
+    if budget is None:
+        return
+    given = [Decimal(price) for place in Place for price in (role_spec(job, place).get("price") or {}).values()]
+    if not given:
+        raise ConfigError("spec.cost.budget: needs prices; set spec.worker.price.onDemandHourly (and ps, master)")
+    if 0 < budget < min(given):
+        raise ConfigError(f"spec.cost.budget = {budget}: does not pay for an hour of one pod ({min(given)}); give more")
+
+
 def settings_of(job: Object) -> dict[str, Any]:
     """Return the job as job.yaml has it. Raises ConfigError, one line that names the field, the value and what to do:
     the same line that ``everstep run`` gives."""
@@ -123,6 +142,7 @@ def settings_of(job: Object) -> dict[str, Any]:
         settings["fail_tolerance"] = int(elastic["failTolerance"])
     if "stabilizationSeconds" in elastic:
         settings["stabilization"] = f"{elastic['stabilizationSeconds']}s"
+    check_prices(job)
     script, args = script_of(job)
     settings = {**settings, **given, "script": script, "args": list(args)}
     load_spec(None, settings, {}, lambda line: None)

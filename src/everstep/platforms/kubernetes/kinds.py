@@ -14,6 +14,8 @@ MANAGER: Final = "everstep-operator"
 JOB_LABEL: Final = f"{GROUP}/job"
 ROLE_LABEL: Final = f"{GROUP}/role"
 SLOT_LABEL: Final = f"{GROUP}/slot"
+FALLBACK_LABEL: Final = f"{GROUP}/on-demand"
+"""Of a pod that may stand on any machine, since no spot machine was to be had in time."""
 CONTAINER: Final = "main"
 """The container of a pod that runs everstep."""
 MASTER_PORT: Final = 7071
@@ -85,6 +87,7 @@ class Condition(StrEnum):
     FORBIDDEN = "Forbidden"
     INVALID_SPEC = "InvalidSpec"
     TEMPLATE_INVALID = "TemplateInvalid"
+    BUDGET_SPENT = "BudgetSpent"
     COMPLETE = "Complete"
     FAILED = "Failed"
 

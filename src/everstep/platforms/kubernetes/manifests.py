@@ -22,6 +22,7 @@ RULES: Final = (
     _rule("", ["services", "persistentvolumeclaims"], "list", "watch", "create"),
     _rule("", ["secrets"], "get", "create"),
     _rule("", ["resourcequotas"], "list"),
+    _rule("", ["events"], "create"),
     _rule("policy", ["poddisruptionbudgets"], "list", "watch", "create"),
     _rule("coordination.k8s.io", ["leases"], "get", "create", "patch"),
 )

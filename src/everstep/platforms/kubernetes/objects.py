@@ -12,6 +12,7 @@ from everstep.platforms.kubernetes.job import RUN_DIR, has_ps, main_container, r
 from everstep.platforms.kubernetes.kinds import (
     API_VERSION,
     CONTAINER,
+    FALLBACK_LABEL,
     FILES_PORT,
     JOB_LABEL,
     MASTER_PORT,
@@ -151,8 +152,10 @@ def pod_name(job: Object, place: Place, slot: int, serial: int) -> str:
     return f"{name_of(job)}-{place.value}-{slot}-{serial}"
 
 
-def pod(job: Object, place: Place, slot: int, serial: int, settings: Mapping[str, Any]) -> Object:
-    """Return the pod that fills a slot."""
+def pod(
+    job: Object, place: Place, slot: int, serial: int, settings: Mapping[str, Any], on_demand: bool = False
+) -> Object:
+    """Return the pod that fills a slot. ``on_demand``: it need not be on a spot machine, whatever the job prefers."""
     name = pod_name(job, place, slot, serial)
     template = copy.deepcopy(_template(job, place))
     given = template.get("metadata") or {}
@@ -163,6 +166,7 @@ def pod(job: Object, place: Place, slot: int, serial: int, settings: Mapping[str
         JOB_LABEL: name_of(job),
         ROLE_LABEL: place.value,
         SLOT_LABEL: str(slot),
+        **({FALLBACK_LABEL: "true"} if on_demand else {}),
     }
     if given.get("annotations"):
         meta["annotations"] = given["annotations"]
@@ -180,7 +184,7 @@ def pod(job: Object, place: Place, slot: int, serial: int, settings: Mapping[str
     spec.setdefault("automountServiceAccountToken", False)
     spec["tolerations"] = [*(spec.get("tolerations") or []), *_tolerations()]
     _secure(spec)
-    _schedule(job, place, spec)
+    _schedule(job, place, spec, on_demand)
     return {"apiVersion": "v1", "kind": Kind.POD.value, "metadata": meta, "spec": spec}
 
 
@@ -246,8 +250,21 @@ def _secure(spec: Object) -> None:
         own.setdefault("capabilities", {"drop": ["ALL"]})
 
 
-def _schedule(job: Object, place: Place, spec: Object) -> None:
-    scheduling, spot = job["spec"].get("scheduling") or {}, job["spec"].get("spot") or {}
+def only_spot(job: Object, place: Place) -> bool:
+    """Return whether pods of a kind are put on spot machines and nowhere else."""
+    return _spot_policy(job, place) == "SpotOnly" and bool((job["spec"].get("cost") or {}).get("spotNodeSelector"))
+
+
+def _spot_policy(job: Object, place: Place) -> str:
+    """Return how a kind of pods stands to spot machines; "Never": it belongs on machines that stay."""
+    spot = job["spec"].get("spot") or {}
+    if place.value in (spot.get("reliableRoles") or []):
+        return "Never"
+    return str(spot.get("policy", "OnDemandOnly")) if place.value in (spot.get("roles") or ["worker"]) else ""
+
+
+def _schedule(job: Object, place: Place, spec: Object, on_demand: bool) -> None:
+    scheduling = job["spec"].get("scheduling") or {}
     for field in ("priorityClassName", "schedulerName"):
         if scheduling.get(field):
             spec.setdefault(field, scheduling[field])
@@ -264,13 +281,24 @@ def _schedule(job: Object, place: Place, spec: Object) -> None:
             ],
         )
     labels = (job["spec"].get("cost") or {}).get("spotNodeSelector") or {}
-    on_spot = place.value in (spot.get("roles") or ["worker"]) and place.value not in (spot.get("reliableRoles") or [])
-    if not labels or not on_spot:
+    policy = _spot_policy(job, place)
+    if not labels or on_demand:
         return
-    if spot.get("policy") == "SpotOnly":
+    if policy == "SpotOnly":
         spec["nodeSelector"] = {**(spec.get("nodeSelector") or {}), **labels}
-    elif spot.get("policy") == "PreferSpot":
-        terms = [{"key": k, "operator": "In", "values": [v]} for k, v in sorted(labels.items())]
+        return
+    terms = [{"key": k, "operator": "NotIn" if policy == "Never" else "In", "values": [v]} for k, v in labels.items()]
+    if policy not in ("Never", "PreferSpot"):
+        return
+    affinity = spec.setdefault("affinity", {}).setdefault("nodeAffinity", {})
+    if policy == "PreferSpot":
         prefer = {"weight": 100, "preference": {"matchExpressions": terms}}
-        node = spec.setdefault("affinity", {}).setdefault("nodeAffinity", {})
-        node.setdefault("preferredDuringSchedulingIgnoredDuringExecution", []).append(prefer)
+        affinity.setdefault("preferredDuringSchedulingIgnoredDuringExecution", []).append(prefer)
+    else:  # a spot machine has all the labels: one that lacks any will do
+        given = affinity.get("requiredDuringSchedulingIgnoredDuringExecution") or {"nodeSelectorTerms": [{}]}
+        both = [
+            {**other, "matchExpressions": [*(other.get("matchExpressions") or []), term]}
+            for other in given["nodeSelectorTerms"]
+            for term in terms
+        ]
+        affinity["requiredDuringSchedulingIgnoredDuringExecution"] = {"nodeSelectorTerms": both}

@@ -42,6 +42,8 @@ from everstep.platforms.kubernetes.scale_requests import carry_out
 
 WATCH_S: Final = 240
 ASK_S: Final = 4.0
+"""So often a master is asked, at most."""
+REPORT_S: Final = 12.0
 """So long what a master said counts."""
 SECRET_S: Final = 60.0
 _REFUSED_S: Final = 20.0
@@ -131,7 +133,8 @@ class WorkQueue:
 
 
 class Operator:
-    """Keeps the jobs of one namespace. ``say``: told a line for people. ``leads``: whether it may act now."""
+    """Keeps the jobs of one namespace. ``say``: told a line for people. ``leads``: whether it may act now. ``run``:
+    runs what waits for a master, which may be dead: at once, or on threads of its own."""
 
     def __init__(
         self,
@@ -140,8 +143,10 @@ class Operator:
         link: MasterLink,
         say: Callable[[str], None],
         leads: Callable[[], bool] = lambda: True,
+        run: Callable[[Callable[[], None]], object] = lambda call: call(),
     ) -> None:
         self._client, self._namespace, self._link, self._say, self._leads = client, namespace, link, say, leads
+        self._run = run
         self.queue = WorkQueue()
         self.looks_s: list[float] = []
         self._caches = {kind: Cache() for kind in _WATCHED}
@@ -151,6 +156,8 @@ class Operator:
         self._reports: dict[str, _Known] = {}
         self._secrets: dict[str, tuple[float, str]] = {}
         self._refusals: dict[str, tuple[float, CreateRefused]] = {}
+        self._asking: set[tuple[str, bool]] = set()  # jobs, by uid, whose master is being asked (True: for a report)
+        self._without_events = False
         self._over = threading.Event()
 
     def __repr__(self) -> str:
@@ -331,15 +338,20 @@ class Operator:
                 body = {"apiVersion": API_VERSION, "kind": kind.value, "metadata": meta, "status": status}
                 self._made(kind, self._client.apply_status(kind, namespace, body))
             case TellSize(workers, ps) if job is not None:
-                self._ask(job, pods, lambda host, secret: self._link.tell_size(host, secret, workers, ps))
+                self._ask(job, list(pods), lambda host, secret: self._link.tell_size(host, secret, workers, ps))
             case AskSuspend() if job is not None:
-                self._ask(job, pods, self._link.suspend)
+                self._ask(job, list(pods), self._link.suspend)
 
     def _create(self, job: Object | None, namespace: str, kind: Kind, body: Object) -> None:
         try:
             made = self._client.create(kind, namespace, body)
         except ApiServerError as error:
             if error.reason is ApiReason.ALREADY_EXISTS:
+                return
+            if kind is Kind.EVENT:  # (nothing depends on them)
+                if not self._without_events:
+                    self._say(f"{error}; jobs go on without Events")
+                self._without_events = True
                 return
             if kind is Kind.POD and job is not None and (why := self._why(namespace, error)) is not None:
                 until = time.monotonic() + _REFUSED_S
@@ -398,26 +410,45 @@ class Operator:
         return text
 
     def _report_of(self, job: Object, pods: list[Object]) -> MasterReport | None:
-        known = self._reports.get(uid_of(job))
-        if known is not None and time.monotonic() - known.at < ASK_S:
-            return known.value
-        said: list[MasterReport] = []
-        self._ask(job, tuple(pods), lambda host, secret: said.append(self._link.report(host, secret)))
-        self._reports[uid_of(job)] = _Known(time.monotonic(), said[0] if said else None)
-        return said[0] if said else None
+        """Return what the master said last, if that is not old; have it asked again where it is due."""
+        known = self._reports.get(uid_of(job), _Known(0.0, None))
+        if time.monotonic() - known.at >= ASK_S:
 
-    def _ask(self, job: Object, pods: tuple[Object, ...], ask: Callable[[str, str], None]) -> None:
-        """Ask the master, if there is one. Its silence is no failure: the next look asks again."""
+            def report(host: str, secret: str) -> None:
+                said = self._link.report(host, secret)
+                before = self._reports.get(uid_of(job), _Known(0.0, None)).value
+                self._reports[uid_of(job)] = _Known(time.monotonic(), said)
+                if said != before:
+                    self.queue.put((job["metadata"]["namespace"], name_of(job)))
+
+            self._ask(job, pods, report, reports=True)
+            known = self._reports.get(uid_of(job), known)
+        return known.value if time.monotonic() - known.at < REPORT_S else None
+
+    def _ask(self, job: Object, pods: list[Object], ask: Callable[[str, str], None], *, reports: bool = False) -> None:
+        """Ask the master, if there is one, and nobody asks it already. Its silence is no failure: the next look asks
+        again."""
         found = [facts for pod in pods if (facts := facts_of(pod)) is not None and facts.place is Place.MASTER]
         host = next((f.ip for f in found if f.state is PodState.RUNNING and f.ip), "")
         secret = self._secret_of(job) if host else ""
+        uid, asked = uid_of(job), (uid_of(job), reports)
         if not secret:
+            self._reports.pop(uid, None)
             return
-        try:
-            ask(host, secret)
-        except EverstepError:
-            self._reports.pop(uid_of(job), None)
-            self.queue.put((job["metadata"]["namespace"], name_of(job)), 2.0)
+        if asked in self._asking:
+            return
+
+        def call() -> None:
+            try:
+                ask(host, secret)
+            except EverstepError:
+                self._reports.pop(uid, None)
+                self.queue.put((job["metadata"]["namespace"], name_of(job)), 2.0)
+            finally:
+                self._asking.discard(asked)
+
+        self._asking.add(asked)
+        self._run(call)
 
 
 def _is_of(thing: Object, job: Object | None) -> bool:

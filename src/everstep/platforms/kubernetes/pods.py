@@ -60,7 +60,7 @@ class PodFacts(NamedTuple):
     """Says what counts about one pod. ``exit_code`` None: nobody said. ``disrupted``: the cluster took it, it is not
     its own failure. ``serial``: pods are counted in the order in which they were made. ``left_at``: when its time to
     leave is over, in seconds since 1970; 0.0: it is not leaving. ``ended_at``: when its container ended; 0.0: no
-    word."""
+    word. ``began_at``: when its node took it, or else when it was made."""
 
     name: str
     uid: str
@@ -75,6 +75,7 @@ class PodFacts(NamedTuple):
     disrupted: bool
     left_at: float
     ended_at: float
+    began_at: float = 0.0
 
     @property
     def active(self) -> bool:
@@ -109,6 +110,7 @@ def facts_of(pod: Object) -> PodFacts | None:
         "DisruptionTarget" in conditions or is_leaving(pod) or (code in (None, 137, 143) and not of_memory),
         seconds_of(meta.get("deletionTimestamp")) if is_leaving(pod) else 0.0,
         ended_at,
+        seconds_of(status.get("startTime")) or seconds_of(meta.get("creationTimestamp")),
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from everstep.errors import ConfigError
-from everstep.platforms.kubernetes import objects
+from everstep.platforms.kubernetes import job_cost, objects
 from everstep.platforms.kubernetes.actions import (
     Action,
     AskSuspend,
@@ -23,9 +23,21 @@ from everstep.platforms.kubernetes.actions import (
     SetSuspend,
     TellSize,
 )
-from everstep.platforms.kubernetes.job import role_spec, settings_of, wanted_by
+from everstep.platforms.kubernetes.job import budget_of, role_spec, settings_of, wanted_by
+from everstep.platforms.kubernetes.job_cost import has_prices
+from everstep.platforms.kubernetes.job_events import events_between
 from everstep.platforms.kubernetes.job_status import JobStatus
-from everstep.platforms.kubernetes.kinds import Condition, JobPhase, Kind, Object, Place, is_leaving, name_of, uid_of
+from everstep.platforms.kubernetes.kinds import (
+    FALLBACK_LABEL,
+    Condition,
+    JobPhase,
+    Kind,
+    Object,
+    Place,
+    is_leaving,
+    name_of,
+    uid_of,
+)
 from everstep.platforms.kubernetes.pods import (
     FINAL_CODES,
     SUSPENDED_CODE,
@@ -77,8 +89,10 @@ class _Look:
         self._status = JobStatus(seen)
         self._serial = max([int(self._status.now.get("podsMade", 0)), *(pod.serial for pod in self._pods)])
         self._doomed: set[str] = set()  # pods that this look deletes
+        self._on_demand: set[tuple[Place, int]] = set()  # slots that no spot machine has filled
         self._actions: list[Action] = []
         self._again: list[float] = []
+        self._costs = job_cost.count(seen.job, self._pods, seen.nodes, seen.now_s) if has_prices(seen.job) else None
 
     def __repr__(self) -> str:
         return f"<look at {name_of(self._job)}: {len(self._pods)} pods, {self._status!r}>"
@@ -102,8 +116,12 @@ class _Look:
         status.count_pods([pod for pod in self._pods if pod.name not in self._doomed])
         if not status.over:
             self._name_phase(bool(requested.current))
+        if self._costs is not None and (status.changed() is not None or job_cost.is_due(self._job, self._costs)):
+            status.now["cost"] = job_cost.written(self._costs)
         again = [*self._again, *([requested.again_s] if requested.again_s is not None else [])]
-        return JobPlan(status.changed(), (*self._actions, *requested.actions), min(again, default=None))
+        changed = status.changed()
+        said = [Create(Kind.EVENT, body) for body in events_between(self._job, changed)] if changed is not None else []
+        return JobPlan(changed, (*said, *self._actions, *requested.actions), min(again, default=None))
 
     # ------------------------------------------------------------ the end
 
@@ -153,7 +171,7 @@ class _Look:
             status.say(Condition.INVALID_SPEC, True, "InvalidSpec", str(error))
             return
         status.say(Condition.INVALID_SPEC, False)
-        if self._suspended():
+        if self._suspended() or self._has_spent_its_budget():
             return
         self._own()
         self._heed_notices()
@@ -164,6 +182,7 @@ class _Look:
         if self._gives_up_waiting():
             return
         for place in Place:
+            self._wait_no_longer_for_spot(place)
             self._scale_in(place)
             self._fill(place, settings)
         self._tell_master()
@@ -202,6 +221,24 @@ class _Look:
         if asked:
             self._actions.append(AskSuspend())
         return False
+
+    def _has_spent_its_budget(self) -> bool:
+        """Return whether the job has to stop for what it has cost. It is suspended in time to stay below."""
+        budget, costs = budget_of(self._job), self._costs
+        if costs is None or not budget:
+            self._status.say(Condition.BUDGET_SPENT, False)
+            return False
+        left_s = job_cost.left_s(self._job, budget, costs)
+        words = f"cost.budget = {budget}: {costs.spent:.2f} are spent; give more and set suspend: false"
+        if left_s > 0:
+            self._status.say(Condition.BUDGET_SPENT, False)
+            self._again.append(max(1.0, min(LOOK_S, left_s)))
+            return False
+        if not self._status.is_true(Condition.BUDGET_SPENT):
+            self._status.say(Condition.BUDGET_SPENT, True, "Budget", words)
+        self._actions.append(SetSuspend(self._version))
+        self._again.append(LOOK_S)
+        return True
 
     def _gives_up_waiting(self) -> bool:
         """Return whether the job has waited for its master for too long: it frees all that it holds."""
@@ -293,6 +330,25 @@ class _Look:
             else:
                 self._delete(pod)
 
+    def _wait_no_longer_for_spot(self, place: Place) -> None:
+        """Give up pods that no spot machine has taken for too long: others fill their slots, on any machine."""
+        limit_s = (self._job["spec"].get("spot") or {}).get("fallbackAfterSeconds")
+        if limit_s is None or not objects.only_spot(self._job, place):
+            return
+        for pod in self._of(place):
+            if (
+                pod.state is not PodState.PENDING
+                or pod.node
+                or FALLBACK_LABEL in self._raw[pod.name]["metadata"]["labels"]
+            ):
+                continue
+            left_s = pod.began_at + float(limit_s) - self._seen.now_s
+            if left_s > 0:
+                self._again.append(left_s)
+            else:
+                self._delete(pod)
+                self._on_demand.add((place, pod.slot))
+
     def _scale_in(self, place: Place) -> None:
         """Delete pods that are too many: named ones, those that never ran, those that the master has emptied."""
         active = [pod for pod in self._of(place) if pod.active]
@@ -339,7 +395,9 @@ class _Look:
         slots = [slot for slot in range(len(taken) + missing) if slot not in taken][:missing]
         for slot in slots:
             self._serial += 1
-            self._actions.append(Create(Kind.POD, objects.pod(self._job, place, slot, self._serial, settings)))
+            on_demand = (place, slot) in self._on_demand
+            body = objects.pod(self._job, place, slot, self._serial, settings, on_demand)
+            self._actions.append(Create(Kind.POD, body))
         self._status.now["podsMade"] = self._serial
         for condition in _CONDITIONS.values():
             self._status.say(condition, False)
@@ -374,6 +432,13 @@ class _Look:
             if report.samples != old.get("samples", 0) and (late or status.changed() is not None):
                 at = stamp_of(self._seen.now_s)
                 status.now["progress"] = {"step": report.step, "samples": report.samples, "time": at}
+                if report.percent >= 0:
+                    status.now["progress"]["percent"] = report.percent
+            if report.membership:
+                status.now["membershipEpoch"] = report.membership
+            if report.checkpoint:
+                at = stamp_of(report.checkpoint_at)
+                status.now["checkpoint"] = {"number": report.checkpoint, "time": at}
         status.phase = self._phase(ready, scaling)
 
     def _phase(self, ready: bool, scaling: bool) -> JobPhase:
