@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -65,14 +66,20 @@ class PlayedMasters:
 class Bench:
     """A server, an operator, and pods that start at once."""
 
-    def __init__(self, rules: list[Object] | None = None) -> None:
+    def __init__(
+        self,
+        rules: list[Object] | None = None,
+        masters: PlayedMasters | None = None,
+        run: Callable[[Callable[[], None]], object] = lambda call: call(),
+    ) -> None:
         self.server = ApiServer()
         for definition in definitions():
             self.server.create(self.server.of(CRDS), "", definition)
         self.server.create(self.server.of("nodes"), "", {"metadata": {"name": "n1"}})
         self.http = ApiHttp(self.server, {"operator": rules if rules is not None else LEAST})
         self.lines: list[str] = []
-        self.masters = PlayedMasters()
+        self.masters = masters if masters is not None else PlayedMasters()
+        self._run = run
         self._over = threading.Event()
         self._kubelet = threading.Thread(target=self._play, daemon=True)
         self._kubelet.start()
@@ -80,7 +87,7 @@ class Bench:
 
     def start(self) -> None:
         self.client = LightkubeClient.connect(url=self.http.url, token="operator")
-        self.operator = Operator(self.client, NS, self.masters, self.lines.append)
+        self.operator = Operator(self.client, NS, self.masters, self.lines.append, run=self._run)
         self._thread = threading.Thread(target=self.operator.run, daemon=True)
         self._thread.start()
 
@@ -222,12 +229,51 @@ def test_an_idle_job_costs_two_requests_a_minute_at_most_and_no_write(bench: Ben
         lambda: not bench.operator.queue._due or min(bench.operator.queue._due.values()) > time.monotonic() + 2,
         bench.why,
     )
+    bench.operator.close()  # (its own thread may be in the middle of a look)
+    bench._thread.join(60)
     writes = bench.server.store.writes
     before = len(bench.http.seen)
     for _ in range(12):  # a minute of looks
         bench.operator.look((NS, "j"))
     asked = [one for one in bench.http.seen[before:] if one[0] != "watch"]
-    assert bench.server.store.writes == writes and len(asked) <= 2, asked
+    said = bench.server.store.all("events", NS)
+    assert bench.server.store.writes == writes and len(asked) <= 2, (asked, said)
+
+
+def test_what_happens_to_a_job_is_an_event(bench: Bench) -> None:
+    bench.submit()
+    until(lambda: bench.phase() == "Running", bench.why)
+    until(lambda: "Ready" in {e["reason"] for e in bench.server.store.all("events", NS)}, bench.why)
+
+
+@pytest.mark.parametrize("bench", [[r for r in LEAST if r["resources"] != ["events"]]], indirect=True)
+def test_without_the_right_to_make_events_it_works(bench: Bench) -> None:
+    bench.submit()
+    bench.submit("k")
+    until(lambda: bench.phase() == bench.phase("k") == "Running", bench.why)
+    until(lambda: any("without Events" in line for line in bench.lines), bench.why)
+    assert sum("without Events" in line for line in bench.lines) == 1
+
+
+def test_a_dead_master_keeps_no_other_job_waiting() -> None:
+    """Its link hangs until the test ends; another job gets its pods, and its master is told."""
+    hang = threading.Event()
+
+    class Dead(PlayedMasters):
+        def report(self, host: str, secret: str) -> MasterReport:
+            assert hang.wait(120)
+            raise EverstepError("dead")
+
+    with ThreadPoolExecutor(2) as threads:
+        bench = Bench(masters=Dead(), run=threads.submit)
+        try:
+            bench.submit()
+            until(lambda: bench.phase() == "Running", bench.why)
+            bench.submit("k")
+            until(lambda: bench.phase("k") == "Running", bench.why)
+        finally:
+            hang.set()
+            bench.close()
 
 
 def test_work_is_done_once_and_failures_wait_longer() -> None:

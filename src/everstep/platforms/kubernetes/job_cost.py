@@ -22,7 +22,7 @@ LEAVE_S: Final = 180
 _HOUR_S: Final = 3600
 
 
-class Costs(NamedTuple):
+class PodCosts(NamedTuple):
     """Is what a job has cost. ``unpriced_s``: seconds of pods on machines that have no price. ``rate``: what it costs
     now, an hour."""
 
@@ -54,7 +54,7 @@ def wanted_rate(job: Object) -> Decimal:
     return sum((hourly[place] * wanted.of(place) for place in Place), Decimal(0))
 
 
-def count(job: Object, pods: Iterable[PodFacts], nodes: Mapping[str, Object] | None, now_s: float) -> Costs:
+def count(job: Object, pods: Iterable[PodFacts], nodes: Mapping[str, Object] | None, now_s: float) -> PodCosts:
     """Return what the job has cost up to now. ``nodes`` None: none may be read, so every pod counts as on demand."""
     written = (job.get("status") or {}).get("cost") or {}
     labels = (job["spec"].get("cost") or {}).get("spotNodeSelector") or {}
@@ -81,10 +81,10 @@ def count(job: Object, pods: Iterable[PodFacts], nodes: Mapping[str, Object] | N
         equivalent += Decimal(price.get("onDemandHourly", hourly)) * seconds / _HOUR_S
         if not pod.ended_at:
             rate += Decimal(hourly)
-    return Costs(spot_s, on_demand_s, unpriced_s, spent, equivalent, rate, now)
+    return PodCosts(spot_s, on_demand_s, unpriced_s, spent, equivalent, rate, now)
 
 
-def written(costs: Costs) -> Object:
+def written(costs: PodCosts) -> Object:
     """Return costs as they stand in a job's status."""
     told: Object = {
         "spotPodSeconds": costs.spot_s,
@@ -99,7 +99,7 @@ def written(costs: Costs) -> Object:
     return told
 
 
-def is_due(job: Object, costs: Costs) -> bool:
+def is_due(job: Object, costs: PodCosts) -> bool:
     """Return whether costs are to be written though nothing else is."""
     before = (job.get("status") or {}).get("cost") or {}
     late = costs.at - seconds_of(before.get("time")) >= WRITE_S
@@ -107,7 +107,7 @@ def is_due(job: Object, costs: Costs) -> bool:
     return late and costs.spot_s + costs.on_demand_s > counted
 
 
-def left_s(job: Object, budget: Decimal, costs: Costs) -> float:
+def left_s(job: Object, budget: Decimal, costs: PodCosts) -> float:
     """Return in how many seconds the job has to begin to suspend, to stay within its budget; 0.0: now."""
     rate = costs.rate or wanted_rate(job)
     if not rate:
