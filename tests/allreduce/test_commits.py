@@ -83,3 +83,14 @@ def test_nothing_is_told_across_a_gap() -> None:
     assert c.to_tell() == () and c.waiting == 1
     c.confirm(3)
     assert [(r.first, r.last) for r in c.to_tell()] == [(4, 4)]
+
+
+def test_a_step_says_in_which_later_generation_everybody_was_known_to_have_it() -> None:
+    """Simulator, mix hybrid, seed 16311: a leaver was cut off in the step, and only the group without it had that."""
+    c = Commits()
+    for number in range(4):
+        c.done(step(number, generation=1))
+    c.settle(2, generation=1)
+    c.settle(4, generation=3)
+    told = c.to_log()
+    assert [(r.first, r.last, r.generation, r.met) for r in told] == [(0, 1, 1, 0), (2, 3, 1, 3)]

@@ -510,6 +510,17 @@ def test_a_script_that_ended_with_a_copied_state_waits_until_the_journal_has_it(
     assert said == [GroupLeft(LeaveReason.DONE, 1, 7)] * 3
 
 
+def test_a_step_of_an_older_group_is_told_with_the_generation_in_which_everybody_has_it(world: World) -> None:
+    """Simulator, mix hybrid, seed 16311: one that was leaving lacked a step that only the group without it had."""
+    (member,) = world.start(0)
+    world.publish(0)
+    world.wait(lambda: member.ended == "end")
+    session = member.session
+    session.commits.done(Committed(0, 90, 90, 0, 0, 0, 1))
+    session._settle(91)
+    assert [(c.first, c.met) for c in session.commits.to_log()][-1] == (90, 1)
+
+
 def test_a_group_has_met_only_when_the_ps_have_what_its_state_has(world: World) -> None:
     """Simulator, mix hybrid: a newcomer counted as having the state, all others were lost, and nobody could push what
     the ps lacked of it."""

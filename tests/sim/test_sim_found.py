@@ -119,6 +119,9 @@ def test_leases_held_ahead_do_not_expire_while_their_worker_gets_on() -> None:
         ("hybrid", 794, True),
         ("hybrid", 1617, True),
         ("hybrid", 10265, None),
+        ("hybrid", 16311, None),
+        ("ps", 5652, None),
+        ("ps", 10102, None),
         ("ps", 20991, None),
     ],
 )
@@ -126,8 +129,9 @@ def test_a_seed_that_found_a_defect(
     mix: str, seed: int, says_met: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each has a story of its own elsewhere: ``group_end_of_a_lost_line``, ``group_leaver_cut_off``,
-    ``chief_asked_late`` (transcripts), in ``tests/protect/test_machine.py`` and ``tests/allreduce/test_session.py``. Of
-    10265 the simulator was wrong: who connects for a new group waits anew."""
+    ``group_leaver_behind``, ``chief_asked_late`` (transcripts), in ``tests/protect/test_machine.py`` and
+    ``tests/allreduce/test_session.py``. Of three the simulator was wrong: 10265, who connects for a new group waits
+    anew; 5652 and 10102, a ps that dies with the last step has not told its mirrors which shards were released."""
     monkeypatch.setattr(GroupWorker, "says_met", says_met)
     scenario_of, _, run = MIXES[mix]
     run(seed, scenario_of(seed))

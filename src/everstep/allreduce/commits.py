@@ -10,6 +10,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 
+import msgspec
+
 from everstep.model.group import Committed
 
 TELL_MAX = 400
@@ -41,12 +43,16 @@ class Commits:
         with self._lock:
             self._done.append(committed)
 
-    def settle(self, before: int) -> bool:
-        """Everybody has every step below ``before``. Whether there are new ones."""
+    def settle(self, before: int, generation: int = 0) -> bool:
+        """Note that everybody in the group of ``generation`` has every step below ``before``. Return whether there are
+        new ones."""
         with self._lock:
             new = False
             while self._done and self._done[0].last < before:
-                self._settled.append(self._done.popleft())
+                committed = self._done.popleft()
+                if committed.generation < generation:  # (who left the group in between may lack it)
+                    committed = msgspec.structs.replace(committed, met=generation)
+                self._settled.append(committed)
                 new = True
             return new
 
@@ -109,8 +115,8 @@ def merge(ranges: list[Committed], more: Committed) -> None:
     """Append ``more``, as part of the last range where it continues that."""
     if ranges:
         last = ranges[-1]
-        follows = (last.generation, last.dataset, last.epoch, last.last + 1, last.hi, last.loop)
-        if follows == (more.generation, more.dataset, more.epoch, more.first, more.lo, more.loop):
+        follows = (last.generation, last.dataset, last.epoch, last.last + 1, last.hi, last.loop, last.met)
+        if follows == (more.generation, more.dataset, more.epoch, more.first, more.lo, more.loop, more.met):
             ranges[-1] = Committed(
                 last.generation,
                 last.first,
@@ -123,6 +129,7 @@ def merge(ranges: list[Committed], more: Committed) -> None:
                 more.digest,
                 more.loop,
                 joined(last.unstepped, more.unstepped),
+                last.met,
             )
             return
     ranges.append(more)

@@ -397,7 +397,8 @@ class Session:
     def _settle(self, before: int) -> None:
         """Everybody has every step below ``before``: they may be told, and checkpoints of them, once the ps have what
         those have."""
-        self.commits.settle(before)
+        present = self.machine.present
+        self.commits.settle(before, present.generation if present is not None else 0)
         self.replica.settled(before if self.tables is None else min(before, self.tables.pushed))
 
     def behind_loop(self) -> BehindLoop:

@@ -13,8 +13,9 @@ void, and done again.
 A member *holds* the state if it began the line, or if a step was told of a generation that it is in: then the journal
 reaches to where it came in. The same is so when a member that holds the state says that it has met the others of that
 generation, and that the journal has all that it had committed before. One that only copied the state may be behind or
-ahead of the journal; where it alone is left, nobody can say what was committed, so the line ends. So may one that was
-on its way out and came back (:class:`Returned`): if all are lost that could tell what it has missed, it holds nothing
+ahead of the journal; where it alone is left, nobody can say what was committed, so the line ends. One on its way out is
+behind the journal once a step is told that only the group without it was known to have. So may be one that was on its
+way out and came back (:class:`Returned`): if all are lost that could tell what it has missed, it holds nothing
 until a generation since its return is confirmed.
 """
 
@@ -51,12 +52,14 @@ class Asker(msgspec.Struct):
 
 
 class Leaver(msgspec.Struct, array_like=True):
-    """Left out of ``generation`` on purpose; until the members have changed over to that, it trains on with them."""
+    """Left out of ``generation`` on purpose; until the members have changed over to that, it trains on with them.
+    ``behind``: they told a step that all were known to have only there: this one may lack it."""
 
     slot: Slot
     incarnation: Incarnation
     generation: int
     member: GroupMember
+    behind: bool = False
 
 
 class Returned(msgspec.Struct, array_like=True):

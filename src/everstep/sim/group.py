@@ -511,8 +511,13 @@ class GroupWorker(Child):
             self.writing = 0
 
     def settle(self, before: int) -> None:
-        self.commits.settle(before)
-        self.settled = max(self.settled, before)
+        present = self.machine.present
+        self.commits.settle(before, present.generation if present is not None else 0)
+        self.settled = max(self.settled, self.savable(before))
+
+    def savable(self, before: int) -> int:
+        """Return below which step checkpoints may be, where everybody has every step below ``before``."""
+        return before
 
     def terminate(self) -> None:
         """Do what SIGTERM makes it do: leave the group first; without one, end."""

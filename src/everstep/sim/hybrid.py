@@ -376,9 +376,8 @@ class HybridWorker(GroupWorker):
     def pushed_to(self) -> int:
         return self.pushed
 
-    def settle(self, before: int) -> None:
-        self.commits.settle(before)
-        self.settled = max(self.settled, min(before, self.pushed))
+    def savable(self, before: int) -> int:
+        return min(before, self.pushed)
 
 
 class HybridSimulation(GroupSimulation):

@@ -549,7 +549,12 @@ class Simulation:
             ps = lives.get(mirror.at)
             if ps is None or not ps.alive or mirror.id not in ps.machine.complete:
                 continue  # who died unnoticed shortly before the end has what it had then
-            ps.store.check_mirror(mirror.id, {b: lives[placement.owner[b]].store.partitions[b] for b in mirror.members})
+            members = {b: lives[placement.owner[b]].store.partitions[b] for b in mirror.members}
+            dead = {b for b in mirror.members if not lives[placement.owner[b]].alive}
+            if self.scenario.protect == "acked":
+                ps.store.check_mirror(mirror.id, members, dead)
+            elif not dead:
+                ps.store.check_mirror(mirror.id, members)
         return fingerprints
 
     def kill_again(self) -> None:

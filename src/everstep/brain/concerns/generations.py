@@ -120,12 +120,13 @@ class Generations(GroupPart):
         gone = {*lost, *copies}
         left = [m for m in old.members if m not in new and m not in gone]
         generation = groups.generations + 1
-        returned = {x.member for x in groups.leavers if x.member in new}
+        back = [x for x in groups.leavers if x.member in new and not x.behind]  # (one behind copied the state anew)
+        returned = {x.member for x in back}
         leavers = [x for x in groups.leavers if x.member not in new]
         for m in came:
             if m not in returned:
                 groups.entered[m.slot] = (m.incarnation, generation)
-        self._note_returned([x for x in groups.leavers if x.member in new], wanted, generation)
+        self._note_returned(back, wanted, generation)
         for m in left:
             leavers.append(Leaver(m.slot, m.incarnation, generation, m))
             if (ask := groups.asked.get(m.slot)) is not None:

@@ -116,6 +116,8 @@ class GroupReader:
         """Whether this member lives, and has the state that the journal tells of (see the top of this file)."""
         groups = self.group_state
         life, generation = groups.entered.get(m.slot, (Incarnation(0), 0))
+        if (leaver := self.leaving_now().get((m.slot, m.incarnation))) is not None and leaver.behind:
+            return False
         if life != m.incarnation or self.living(m.slot, m.incarnation) is None or self._is_cut_off(m):
             return False
         return generation == groups.origin or generation <= groups.confirmed
