@@ -112,9 +112,10 @@ class PsJob(Job):
 
 class History(msgspec.Struct):
     """By the journal, times in seconds since 1970. ``decisions``: all that were said, with the member's name;
-    ``owned``: by how many partitions ps:0 has, from when on."""
+    ``owned``: by how many partitions ps:0 has, from when on; ``plans``: when the brain took a policy's plan."""
 
     decisions: list[tuple[float, str, Decision]] = []
+    plans: list[float] = []
     owned: list[tuple[float, int]] = []
 
     def when(self, action: str, begin: float = 0.0, member: str = "") -> list[float]:
@@ -123,8 +124,7 @@ class History(msgspec.Struct):
 
     def moved(self, plan_at: float) -> float:
         """When the last partition of this plan had changed hands (of ps:0's): before the next plan, nan: none did."""
-        plans = [at for at, _, why in self.decisions if "plan" in why.inputs and at > plan_at]
-        until = min(plans, default=float("inf"))
+        until = min((at for at in self.plans if at > plan_at), default=float("inf"))
         return max((at for at, _ in self.owned if plan_at <= at < until), default=float("nan"))
 
     def partitions(self, at: float) -> int:
@@ -135,7 +135,10 @@ class History(msgspec.Struct):
 def history(run_dir: Path) -> History:
     out, brain = History(), Brain()
     for _, event, _ in read_journal(run_dir / JOURNAL_FILE):
-        for said in brain.handle(event):
+        taken, made = brain.state.control.version, brain.handle(event)
+        if brain.state.control.version > taken:
+            out.plans.append(event.at)
+        for said in made:
             if isinstance(said, Note):
                 out.decisions.append((event.at, said.member, said.decision))
             elif isinstance(said, PublishPlacement):

@@ -98,7 +98,7 @@ def _restart(s: float, parity: str, part: Part) -> Figures:
     healthy = rate(done, 0.3 * slow, slow)
     plan = plans[0] if plans else nan
     joined = min(said.when("joined", plan, "ps:0"), default=nan)
-    later = [at for at, _, why in said.decisions if "plan" in why.inputs and at > joined]
+    later = [at for at in said.plans if at > joined]
     has_all = said.moved(joined)
     return run | {
         "healthy_samples_per_s": healthy,

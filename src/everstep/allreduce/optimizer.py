@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
+from everstep.model.saved_optimizer import has_momenta
+
 
 class GroupStepper(Protocol):
     """Is what an optimizer asks of the engine."""
@@ -121,7 +123,7 @@ class GroupOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Do as ``inner`` does. Its groups stay the objects that they are: what tables go by is looked up there."""
-        if any(one for one in state_dict["state"].values()):
+        if has_momenta(state_dict):
             self._stepper.check_state(self)
         known = list(self.inner.param_groups)
         self.inner.load_state_dict(state_dict)

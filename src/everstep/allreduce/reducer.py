@@ -444,13 +444,27 @@ class Reducer:
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_over)
         if p.grad is None:
             return
-        grad, view, weight = self._mine(p.grad), self._buckets.views[i], self._scale
+        grad = self._mine(p.grad)
         if grad.layout != torch.strided:
             raise ScriptError(f"the gradient of {self.names[i]!r} is sparse: build its nn.Embedding with sparse=False")
         if self.replays:
             p.grad = None
             self._seen[i] = True
             return
+        self._add(i, grad)
+        if self._last:
+            p.grad = None
+        if not self._seen[i]:
+            self._seen[i] = True
+            if not self._local:
+                b = self._layout.bucket_of[i]
+                self._pending[b] -= 1
+                if self._last and not self._pending[b] and not self.rounds:
+                    self._launch()
+
+    def _add(self, i: int, grad: Tensor) -> None:
+        """Add what a pass has left for parameter ``i`` to its bucket, by the weight of the micro-batch in hand."""
+        view, weight = self._buckets.views[i], self._scale
         if self._touched[i]:
             if weight:
                 view.add_(grad, alpha=weight)
@@ -461,15 +475,6 @@ class Reducer:
         else:
             torch.mul(grad, weight, out=view)
         self._touched[i] = self._used[i] = True
-        if self._last:
-            p.grad = None
-        if not self._seen[i]:
-            self._seen[i] = True
-            if not self._local:
-                b = self._layout.bucket_of[i]
-                self._pending[b] -= 1
-                if self._last and not self._pending[b] and not self.rounds:
-                    self._launch()
 
     def _backward_over(self) -> None:
         self._queued = False
@@ -644,12 +649,8 @@ class Reducer:
             p.grad = None
             if self.replays:
                 continue
-            view, weight, mine = self._buckets.views[i], self._scale, self._mine(grad).detach()
-            if self._touched[i]:
-                view.add_(mine, alpha=weight)
-            else:
-                torch.mul(mine, weight, out=view)
-            self._touched[i] = self._used[i] = self._seen[i] = True
+            self._add(i, self._mine(grad).detach())
+            self._seen[i] = True
             if not self._last:
                 p.grad = torch.zeros_like(grad)  # (``grad`` may lie in the flat memory)
         self._backward_over()

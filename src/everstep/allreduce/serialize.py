@@ -155,6 +155,32 @@ class Packer:
         self.tensors.clear()
         return body
 
+    def header(
+        self,
+        mark: Mark,
+        loop: int,
+        trees: dict[str, Any],
+        *,
+        parameters: tuple[int, ...] = (),
+        buffers: tuple[int, ...] = (),
+        gradients: tuple[int, ...] = (),
+    ) -> PackedHeader:
+        """Return the header of all that was collected; nothing is copied yet."""
+        return PackedHeader(
+            mark=mark,
+            loop=loop,
+            size_bytes=self._end,
+            tensors=tuple(self.entries),
+            parameters=parameters,
+            buffers=buffers,
+            gradients=gradients,
+            trees=trees,
+        )
+
+    def finish(self, header: PackedHeader, what: str, into: torch.Tensor | None = None) -> Packed:
+        """Return what was collected, packed (see ``pack``). Raises ScriptError: ``what`` is too much for a header."""
+        return Packed(encode_header(header, what), self.pack(into))
+
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 

@@ -126,7 +126,7 @@ class ReplicaState:
 
     def _packed(self, mark: Mark, loop: int, into: torch.Tensor | None) -> Packed:
         header, packer = self.described(mark, loop)
-        return Packed(encode_header(header, "the training state"), packer.pack(into))
+        return packer.finish(header, "the training state", into)
 
     def described(self, mark: Mark, loop: int) -> tuple[PackedHeader, Packer]:
         """Return the header of the packed state, and its tensors as they are: nothing is copied yet."""
@@ -140,16 +140,7 @@ class ReplicaState:
             else ()
         )
         trees = self.pack_trees(packer, {id(p): name for name, p in parameters})
-        header = PackedHeader(
-            mark=mark,
-            loop=loop,
-            size_bytes=packer.size_bytes,
-            tensors=tuple(packer.entries),
-            parameters=numbers,
-            buffers=buffers,
-            gradients=gradients,
-            trees=trees,
-        )
+        header = packer.header(mark, loop, trees, parameters=numbers, buffers=buffers, gradients=gradients)
         return header, packer
 
     def pack_trees(self, packer: Packer, names: Mapping[int, str], state: bool = True) -> dict[str, Any]:

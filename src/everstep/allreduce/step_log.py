@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from everstep.allreduce.serialize import Packed, PackedHeader, Packer, Unpacker, encode_header
+from everstep.allreduce.serialize import Packed, Packer, Unpacker
 from everstep.allreduce.state import ReplicaState, load_groups, pack_groups
 from everstep.errors import CheckpointError, EverstepError
 from everstep.model.group import Mark
@@ -122,16 +122,8 @@ def _packed(
     buffers: tuple[int, ...] = (),
     gradients: tuple[int, ...] = (),
 ) -> Packed:
-    header = PackedHeader(
-        mark=state.mark,
-        loop=state.loop,
-        size_bytes=packer.size_bytes,
-        tensors=tuple(packer.entries),
-        buffers=buffers,
-        gradients=gradients,
-        trees=trees,
-    )
-    return Packed(encode_header(header, "a step"), packer.pack())
+    header = packer.header(state.mark, state.loop, trees, buffers=buffers, gradients=gradients)
+    return packer.finish(header, "a step")
 
 
 def replay(state: ReplicaState, mark: Mark, parts: Sequence[Packed], what: str) -> None:

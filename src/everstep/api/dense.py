@@ -19,6 +19,7 @@ from everstep.api.batch_table import BatchTable
 from everstep.api.optim import TwinGroup
 from everstep.api.rows import TableParameter, asks_for_values, flat_arguments, is_table
 from everstep.errors import ScriptError
+from everstep.model.saved_optimizer import NO_STATE, has_momenta
 from everstep.model.table import InitSpec, OptimizerKind, OptimizerSpec, TableSpec
 from everstep.native import gather_rows, sum_bits
 from everstep.tables.routing import Router, TableRows
@@ -277,12 +278,6 @@ class DenseGroup(FlatGroup):
         return out
 
 
-NO_STATE = (
-    "{}: the saved state has momenta of an optimizer, which the ps can not be given: go on by everstep resume, begin "
-    "with a fresh optimizer (leave the state out), or train with --mode allreduce"
-)
-
-
 class PsStepper(Protocol):
     """Is what an optimizer tells the job."""
 
@@ -401,7 +396,7 @@ class PsOptimizer(torch.optim.Optimizer):
         """Take the options (learning rates, ...) of a saved state. Raises ScriptError where groups differ, and where
         there is state (momenta): the ps has no way to be given it."""
         saved = state_dict["param_groups"]
-        if any(one for one in state_dict["state"].values()):
+        if has_momenta(state_dict):
             raise ScriptError(NO_STATE.format("opt.load_state_dict"))
         if [len(g["params"]) for g in saved] != [len(g["params"]) for g in self.param_groups]:
             raise ScriptError("the saved optimizer state has other parameter groups than this optimizer")

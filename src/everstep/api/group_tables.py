@@ -24,28 +24,25 @@ import torch
 
 from everstep import faultpoints
 from everstep.allreduce.collective import CollectiveError
-from everstep.allreduce.gradient_buckets import join_digests
-from everstep.allreduce.state import bit_sum
 from everstep.allreduce.step import Collective, GroupWork, StepAttempt, VoteOutcome
 from everstep.api.batch_item import BatchItem
 from everstep.api.carried_rows import CarriedRows, left_out
-from everstep.api.dense import NO_STATE
 from everstep.api.firing import TableFiring
 from everstep.api.group_push_driver import GroupPushDriver
 from everstep.api.iteration_steps import IterationSteps
 from everstep.api.listeners import WorkerRuntime
-from everstep.api.row_entries import Entry, pack, unpack
+from everstep.api.row_exchange import RowExchange
 from everstep.api.tables import TableSet
 from everstep.errors import EverstepError, InternalError, ScriptError
 from everstep.ids import LeaseNo, ShardKey
 from everstep.model.group import Group, Mark
 from everstep.model.placement import Placement
+from everstep.model.saved_optimizer import NO_STATE
 from everstep.native import isfinite_all
 from everstep.policies.step_split import StepCut
 from everstep.tables.step_pushes import Owed, table_shard
 from everstep.tables.stepped_rows import Stepped
 
-_MEMBER_BYTES = 1 << 30  # of one member's gradients of rows in one step
 _NO_RENORM = (
     "changes rows in forward, and in mode allreduce only optimizers change a table on the ps: leave it out, "
     "keep the embedding in the dense part, job.sparse(model, only=...), or run with --mode ps"
@@ -61,7 +58,7 @@ class GroupTables:
         self._steps = IterationSteps(tables)
         self.carried = CarriedRows(tables)
         self._item: BatchItem | None = None
-        self._entries: list[Entry] = []
+        self._exchange = RowExchange(tables, self.carried)
         self._to_hold: Owed | None = None
         self._agreed = -1  # the map that everybody had at the exchange; -1: they had different ones
         self._barrier: GroupWork | None = None
@@ -176,11 +173,7 @@ class GroupTables:
     def collect(self, weight: float) -> None:
         if self._item is None:
             return
-        for name, table in self.tables.batches.items():
-            found = table.take_local()
-            if found is not None and weight:
-                grads = found.grads if weight == 1.0 else found.grads * np.float32(weight)
-                self._entries.append((self.tables.infos[name].spec.id, found.keys, grads))
+        self._exchange.collect(weight)
 
     def stepped(self, optimizer: Any, lr_factor: float) -> None:
         """The script steps: what ``grad`` holds now, of the tables that this optimizer fires, is the step's. Torch's
@@ -264,34 +257,17 @@ class GroupTables:
             item.close()
 
     def exchange(self, step: StepAttempt) -> tuple[int, bool] | None:
-        entries, self._entries = self._entries, []
-        finite = all(isfinite_all(grads) for _, _, grads in entries)
-        mine = pack(entries if finite else [])
-        if len(mine) > _MEMBER_BYTES:
-            raise ScriptError(
-                f"the gradients of rows of one worker in one step are {len(mine) >> 20} MiB, over "
-                f"{_MEMBER_BYTES >> 20}: use a smaller batch_size"
-            )
         try:
             self._driver.owes_nothing(step.collective)
-            owes, version = self._driver.progress(step.number)
-            words = step.collective.gather([len(mine), version, owes, int(finite)])
-            padded = torch.zeros(max(word[0] for word in words), dtype=torch.uint8)
-            padded[: len(mine)] = torch.from_numpy(mine)
-            blobs = step.collective.exchange(padded)
+            found = self._exchange.exchange(step.collective, *self._driver.progress(step.number))
         except CollectiveError:
             return None
-        self.pushed = min(word[2] for word in words)
+        self.pushed, self._agreed = found.owes, found.version
         self._driver.settled(self.pushed)
-        self._agreed = version if all(word[1] == version for word in words) else -1
-        tables = self.carried.by_id()
-        for blob in blobs:  # in order of rank
-            for table, keys, grads in unpack(blob):
-                tables[table].arrive(keys, grads)
-        return join_digests([bit_sum(blob) for blob in blobs]), all(word[3] for word in words)
+        return found.digest, found.finite
 
     def voted(self, step: StepAttempt, outcome: VoteOutcome) -> None:
-        self._entries = []
+        self._exchange.forget()
         self._redo = outcome is VoteOutcome.REDO
         if self._redo:
             self._barrier = self._to_hold = None

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,15 +18,10 @@ from everstep.api.renamed_job_names import RenamedJobNames
 from everstep.api.sparse import InitChoice, LifeCycle, Only, swap
 from everstep.api.trainer import Trainer, trainer_for
 from everstep.brain.events import Fenced, OnceAsked, Refused, Yes
-from everstep.config.spec import JobSpec
 from everstep.data.loader import Loader
 from everstep.errors import DeadlineError, EverstepError, FencedError, ScriptError
-from everstep.ids import Slot
 from everstep.model.table import OptimizerSpec
 from everstep.net import messages
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 _job: Job | None = None
 _MASTER_S = 300.0  # a master may be away so long
@@ -88,14 +83,13 @@ class Job(RenamedJobNames):
 
     def __init__(self, runtime: WorkerRuntime, trainer: Callable[[WorkerRuntime], Trainer] = trainer_for) -> None:
         """``trainer``: makes what trains the models."""
-        self._runtime = runtime
         spec = runtime.spec
         _keep_memory()
         torch.manual_seed(spec.seed)  # before the model is built: every worker builds the same one
         if spec.threads_per_worker:
             torch.set_num_threads(spec.threads_per_worker)
         self.closed = False
-        self._trainer = trainer(runtime)
+        super().__init__(runtime, trainer(runtime))
         self._engine, self._tables, self._models = self._trainer.engine, self._trainer.tables, self._trainer.models
         runtime.start(self._engine)
         atexit.register(self._at_exit)
@@ -105,11 +99,6 @@ class Job(RenamedJobNames):
         return f"<Job {self._runtime.spec.name!r} {how} {self._engine.samples} samples applied>"
 
     # ------------------------------------------------------------ facts
-
-    @property
-    def slot(self) -> Slot:
-        """Return which worker this is, from 0; another process may take the slot over."""
-        return self._runtime.slot
 
     @property
     def chief(self) -> bool:
@@ -136,30 +125,6 @@ class Job(RenamedJobNames):
             self._engine.clock.touch()
             _ask_once(self._runtime, key, done=True)
 
-    @property
-    def device(self) -> torch.device:
-        """Return where this worker's model shall be in mode allreduce, ``model.to(job.device)`` before job.replicate:
-        one of the GPUs of its node, which its workers take in turn, and which is the current one from now on
-        (``.cuda()``); the CPU where there are none, with ``--processes-per-worker``, and in mode ps."""
-        return self._trainer.device
-
-    @property
-    def processes_per_worker(self) -> int:
-        """Return how many processes this worker has (``--processes-per-worker``); FSDP2 shards the models over them."""
-        return self._trainer.processes
-
-    @property
-    def process_index(self) -> int:
-        """Return which of the worker's processes this one is, from 0."""
-        return self._trainer.process_index
-
-    @property
-    def device_mesh(self) -> DeviceMesh:
-        """The worker's processes as a mesh of one dimension: ``fully_shard(module, mesh=job.device_mesh)``, before
-        job.replicate and before the optimizer is made. It has one process if the job has no
-        ``--processes-per-worker``. Raises ScriptError in mode ps."""
-        return self._trainer.mesh()
-
     def digest(self) -> str:
         """Return a digest of everything that is trained (parameters, buffers, optimizers, tracked objects), exactly:
         the same on all workers after the same step. With ``--processes-per-worker`` all processes of a worker have to
@@ -173,18 +138,6 @@ class Job(RenamedJobNames):
         the batch in hand, from 0; behind the loop, how many this process has taken. A late worker sees no iteration of
         some numbers: ask ``job.step >= 6``, not ``== 6``. A resumed job of mode ps counts anew; schedulers go on."""
         return self._engine.step_number
-
-    @property
-    def seed(self) -> int:
-        return self._runtime.spec.seed
-
-    @property
-    def spec(self) -> JobSpec:
-        return self._runtime.spec
-
-    @property
-    def run_dir(self) -> str:
-        return str(self._runtime.run_dir)
 
     @property
     def readings(self) -> dict[str, float]:

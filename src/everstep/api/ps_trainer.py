@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from everstep.api.dense import NO_STATE, PsOptimizer
+from everstep.api.dense import PsOptimizer
 from everstep.api.listeners import WorkerRuntime
 from everstep.api.ps_engine import PsEngine
 from everstep.api.tables import TableSet
 from everstep.api.trainer import OTHER_MODE, not_started, parameter_names, rows_only_read, with_model, without_training
 from everstep.data.loader import Loader
 from everstep.errors import ScriptError
+from everstep.model.saved_optimizer import NO_STATE, has_momenta
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -105,7 +106,7 @@ class PsTrainer:
 
     def check_load(self, state: dict[str, Any]) -> None:
         not_started(self.tables)
-        if any(one for saved in state.get("optimizers", ()) for one in saved.get("state", {}).values()):
+        if any(map(has_momenta, state.get("optimizers", ()))):
             raise ScriptError(NO_STATE.format("job.load_state_dict"))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING
 
+from everstep.api.job_place import JobPlace
 from everstep.config.renamed import renamed_line
 
 if TYPE_CHECKING:
@@ -16,23 +17,8 @@ def _renamed(old: str, new: str) -> None:
     warnings.warn(renamed_line(old, new), FutureWarning, stacklevel=3)
 
 
-class RenamedJobNames:
+class RenamedJobNames(JobPlace):
     """Gives a ``Job`` its old names."""
-
-    @property
-    def processes_per_worker(self) -> int:
-        """See ``Job``."""
-        raise NotImplementedError
-
-    @property
-    def process_index(self) -> int:
-        """See ``Job``."""
-        raise NotImplementedError
-
-    @property
-    def device_mesh(self) -> DeviceMesh:
-        """See ``Job``."""
-        raise NotImplementedError
 
     @property
     def shards(self) -> int:

@@ -82,7 +82,7 @@ class LiveCosts:
             self._closes(node)
 
     def advance(self, at: float) -> None:
-        """Pay up to ``at``. A clock that goes back costs nothing."""
+        """Count what is paid up to ``at``. A clock that goes back costs nothing."""
         while self._at < at:
             until = min(at, max(self._prices_until, self._at))
             seconds = until - self._at

@@ -67,17 +67,8 @@ class StageReducer(UnitReducer):
                 raise ScriptError(
                     f"the gradient of {self.names[i]!r} is sparse: build its nn.Embedding with sparse=False"
                 )
-            view, weight = self._buckets.views[i], self._scale
-            if self._touched[i]:
-                if weight:
-                    view.add_(grad, alpha=weight)
-            elif not weight:
-                view.zero_()
-            elif weight == 1.0:
-                view.copy_(grad)
-            else:
-                torch.mul(grad, weight, out=view)
-            self._touched[i] = self._used[i] = self._seen[i] = True
+            self._add(i, grad)
+            self._seen[i] = True
             if not self._last:
                 p.grad = self._gradient(p, grad)  # ``hide`` makes it zeros
         self._backward_over()

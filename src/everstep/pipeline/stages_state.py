@@ -17,7 +17,7 @@ from torch import nn
 
 from everstep.allreduce.leader import UnitState
 from everstep.allreduce.replica_group import Part, ReadOut, Unit
-from everstep.allreduce.serialize import Packed, PackedHeader, Packer, Unpacker, decode_header, encode_header
+from everstep.allreduce.serialize import Packed, Packer, Unpacker, decode_header, encode_header
 from everstep.allreduce.state import ReplicaState
 from everstep.errors import CheckpointError, ScriptError
 from everstep.model.group import Mark
@@ -216,17 +216,8 @@ def joined(
         for name, tree in source.header.trees.items():
             if name.startswith("extra."):
                 trees.setdefault(name, packer.tree(name, source.value(tree)))
-    header = PackedHeader(
-        mark=mark,
-        loop=loop,
-        size_bytes=packer.size_bytes,
-        tensors=tuple(packer.entries),
-        parameters=numbers,
-        buffers=held,
-        gradients=kept,
-        trees=trees,
-    )
-    return Packed(encode_header(header, "the training state"), packer.pack(into))
+    header = packer.header(mark, loop, trees, parameters=numbers, buffers=held, gradients=kept)
+    return packer.finish(header, "the training state", into)
 
 
 def _named(found: Iterable[tuple[Unpacker, Sequence[int]]]) -> dict[str, torch.Tensor]:

@@ -9,7 +9,6 @@ from everstep.brain.concerns.chief import ChiefConcern
 from everstep.brain.concerns.concern import Concern, Handlers, Out
 from everstep.brain.concerns.datasets import DatasetConcern
 from everstep.brain.concerns.ending import EndingConcern
-from everstep.brain.concerns.fallback import FallbackConcern
 from everstep.brain.concerns.group import GroupConcern
 from everstep.brain.concerns.group_ending import GroupEndingConcern
 from everstep.brain.concerns.group_reader import GroupReader
@@ -37,7 +36,6 @@ class Concerns:
         "chief",
         "datasets",
         "ending",
-        "fallback",
         "group_ending",
         "groups",
         "handlers",
@@ -79,7 +77,6 @@ class Concerns:
         self.plans = PlanConcern(state, self)
         self.ending = EndingConcern(state, self)
         self.supervisor = SupervisorConcern(state, self)
-        self.fallback = FallbackConcern(state, self)
         self.compose()
 
     def compose(self) -> None:

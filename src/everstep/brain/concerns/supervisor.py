@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from everstep.brain.brain_state import State
 from everstep.brain.concerns.concern import OK, Concern, Handlers, Inputs, Out
+from everstep.brain.concerns.fallback import FallbackConcern
 from everstep.brain.events import (
     CapacityChanged,
     CheckpointCommitted,
@@ -32,6 +36,9 @@ from everstep.brain.supervision import CHANGES_KEPT, JobStage, StageChange, leas
 from everstep.model.decision import Decision
 from everstep.model.member import MemberState, Role
 from everstep.policies.waits import AfterWait, lack_words, max_wait_s, stabilization_s
+
+if TYPE_CHECKING:
+    from everstep.brain.concerns.composition import Concerns
 
 _HERE = (MemberState.ALIVE, MemberState.SUSPECT)
 _COUNTS_ANEW = (
@@ -65,7 +72,11 @@ _OVER = {
 class SupervisorConcern(Concern):
     """Waits for members as long as the job's settings say, suspends the job, and lets it go on."""
 
-    __slots__ = ()
+    __slots__ = ("_fallback",)
+
+    def __init__(self, state: State, concerns: Concerns) -> None:
+        super().__init__(state, concerns)
+        self._fallback = FallbackConcern(state, concerns)
 
     def handlers(self) -> Handlers:
         return {
@@ -140,7 +151,7 @@ class SupervisorConcern(Concern):
         kind = type(event.fact)
         if kind in _COUNTS_ANEW or (not supervision.begun and kind in (GroupAsked, ShardAsked)):
             more = self._look(event.at, kind is SupervisionDue) if not job.over else []
-            more += self.concerns.fallback.look(event)
+            more += self._fallback.look(event)
         elif not job.over:
             return []
         else:

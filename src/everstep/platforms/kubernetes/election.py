@@ -1,4 +1,4 @@
-"""Elects the operator that acts, by a Lease. Times of others are not believed: a Lease that has not changed for its
+"""Chooses the operator that acts, by a Lease. Times of others are not believed: a Lease that has not changed for its
 duration, by our own clock, is free."""
 
 from __future__ import annotations

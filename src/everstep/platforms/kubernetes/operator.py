@@ -88,7 +88,7 @@ class _Known(NamedTuple):
 
 
 class WorkQueue:
-    """Holds which jobs are to be looked at, and when. A job is in it once."""
+    """Knows which jobs are to be looked at, and when. A job is in it once."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._due: dict[JobKey, float] = {}

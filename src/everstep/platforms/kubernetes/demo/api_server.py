@@ -221,7 +221,7 @@ class ApiServer:
             return old
 
     def _finish(self, of: ApiResource, thing: Object) -> None:
-        """An object whose last finalizer is gone goes."""
+        """Remove an object whose last finalizer is gone."""
         meta = thing["metadata"]
         if of.plural != "pods" and meta.get("deletionTimestamp") and not meta.get("finalizers"):
             self._drop(of, thing)
@@ -245,7 +245,7 @@ class ApiServer:
                     self.delete(resource, each["metadata"].get("namespace", ""), each["metadata"]["name"])
 
     def evict(self, namespace: str, name: str) -> None:
-        """Evict a pod, unless a budget forbids it. Raises RefusedRequest."""
+        """Take a pod off its node, unless a budget forbids it. Raises RefusedRequest."""
         with self.store.lock:
             pods = self.of("pods")
             pod = self._there(pods, namespace, name)

@@ -52,7 +52,7 @@ class PodRunner:
     """Plays ``nodes`` until ``close``. It writes to the server as the scheduler and the kubelets do."""
 
     def __init__(self, server: ApiServer, folder: Path, nodes: tuple[str, ...], env: Mapping[str, str]) -> None:
-        """``folder``: for volumes and logs. ``env``: of pods, below what they say themselves."""
+        """Make a node of pods. ``folder``: for volumes and logs. ``env``: of pods, below what they say themselves."""
         self._server, self._folder, self._env = server, folder, dict(env)
         self._running: dict[tuple[str, str], PodProcess] = {}
         self._hosts: dict[str, str] = {}
@@ -82,14 +82,14 @@ class PodRunner:
         self._server.merge(self._server.of("nodes"), "", name, status, part="status")
 
     def taint(self, name: str, key: str, effect: str = "NoSchedule") -> None:
-        """Taint a node, as clouds do before they take it."""
+        """Put a taint on a node, as clouds do before they take it."""
         with self._server.store.lock:
             node = self._server._there(self._server.of("nodes"), "", name)
             taints = [*(node["spec"].get("taints") or []), {"key": key, "effect": effect}]
             self._server.merge(self._server.of("nodes"), "", name, {"spec": {"taints": taints}})
 
     def drain(self, name: str) -> list[str]:
-        """Cordon a node and evict its pods, as kubectl drain does; return pods that a budget protects for now."""
+        """Close a node and take its pods off it, as kubectl drain does; return pods that a budget protects for now."""
         self._server.merge(self._server.of("nodes"), "", name, {"spec": {"unschedulable": True}})
         left = []
         for pod in self._server.store.all("pods"):

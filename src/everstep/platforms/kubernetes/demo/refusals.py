@@ -27,7 +27,7 @@ class RefusedRequest(Exception):
     """Says why the server refuses a request, as it answers it."""
 
     def __init__(self, reason: ApiReason, message: str, causes: tuple[tuple[str, str], ...] = ()) -> None:
-        """``causes``: reason and message each."""
+        """Make a refusal. ``causes``: reason and message each."""
         super().__init__(message)
         self.code, self.reason, self.message, self.causes = _CODES[reason], reason, message, causes
 
