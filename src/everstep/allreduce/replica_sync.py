@@ -360,7 +360,7 @@ class ReplicaSync:
     # ------------------------------------------------------------ nobody has a state
 
     def _begin_with(self, copy: CopyToBegin, group: Group) -> None:
-        """The copy that outlived this worker's former life is the state from now on; others get it from here."""
+        """Take the copy that outlived this worker's former life as the state; others get it from here."""
         self._state.load(copy.packed(), f"the copy of step {copy.held.mark.step}")
         self._state.mark = group.begin
         self._has, self.origin, self.adopted = True, group.origin, group.begin.step

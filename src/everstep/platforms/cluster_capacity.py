@@ -1,4 +1,4 @@
-"""``--on ray``, ``--on slurm``: machines of a cluster, whose nodes start their agents by themselves."""
+"""Gets machines of a cluster (``--on ray``, ``--on slurm``), whose nodes start their agents by themselves."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class RayAgent:
     """Runs the agent of one node as a process. Its methods are called by Ray."""
 
     def __init__(self, words: Sequence[str], secret: bytes, node: str, group: str, orphan_s: float = ORPHAN_S) -> None:
-        """``words``: of ``everstep agent``, but for its files. ``group``: name of the placement group."""
+        """Make an agent. ``words``: of ``everstep agent``, but for its files. ``group``: of the placement."""
         self._words, self._secret, self._node, self._group = list(words), secret, node, group
         self._orphan_s = orphan_s
         self._over = threading.Event()

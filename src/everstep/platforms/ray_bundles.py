@@ -20,7 +20,7 @@ class BundlePlace(NamedTuple):
 
 
 class Bundles:
-    """Holds which node is in which bundle."""
+    """Keeps which node is in which bundle."""
 
     def __init__(self) -> None:
         self._groups: dict[int, list[NodeId | None]] = {}
