@@ -1,0 +1,86 @@
+"""Measures what a copy of a stage's state in every iteration costs, in waits and by other ways, in blocks of one job.
+
+A real pipeline: two stages, one core each, 1F1B, AdamW. Sides take turns in blocks of steps inside one job; the first
+step of a block is left out. ``NAME``: the time of a step beside that of the same round without copies, median over the
+rounds; ``NAME_cpu``: CPU seconds of both stages. Sides: spans (this project's copies), synchronous (before the
+step), thread (a Python thread beside the step), async_save (torch.distributed.checkpoint, into a folder). ``none.aa``
+is no copies beside no copies. ``inside``: share of copied bytes inside of waits. ``SIZE_mM``: small (0.9 M
+parameters) or gpt30m (30 M), with M microbatches. ``--size NAME`` and ``--rounds N`` choose.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks._bubble_job import SIDES
+from benchmarks._jobs import Job
+from benchmarks._measure import ROOT, Result, interval, median, say
+
+BLOCK = 4
+OVERHEAD, INSIDE = 1.01, 0.99
+
+
+def measured(size: str, microbatches: int, rounds: int, limit_s: float) -> Result:
+    """Run one job and compare its blocks."""
+    result: Result = {"figures": {}, "aims": {}, "holds": {}, "spread": {}}
+    with tempfile.TemporaryDirectory() as folder:
+        script = ["--", str(ROOT / "benchmarks" / "_bubble_job.py"), "--size", size, "--out", folder]
+        script += ["--microbatches", str(microbatches), "--rounds", str(rounds), "--block", str(BLOCK)]
+        job = Job(Path(folder), ["run", "--mode", "pipeline", "--stages", "2", "--copy-every", "1"], script, limit_s)
+        try:
+            job.finish()
+        finally:
+            job.main.kill()
+        stages = [json.loads((Path(folder) / f"stage{number}.json").read_text()) for number in range(2)]
+    name = f"{size}_m{microbatches}"
+    per_round = len(SIDES) * (BLOCK - 1)
+    steps = stages[0]["steps"]
+    found: dict[str, list[float]] = {}
+    for begin in range(per_round, len(steps) - per_round + 1, per_round):  # (the first round is a warm-up)
+        wall = {side: median([s for x, s, _ in steps[begin : begin + per_round] if x == side]) for side in SIDES}
+        cpu = {
+            side: sum(c for stage in stages for x, _, c in stage["steps"][begin : begin + per_round] if x == side)
+            for side in SIDES
+        }
+        for side in SIDES[1:]:
+            key = "none.aa" if side == "same" else side
+            found.setdefault(f"{name}.{key}", []).append(wall[side] / wall["none"])
+            found.setdefault(f"{name}.{key}_cpu", []).append(cpu[side] / cpu["none"])
+        found.setdefault(f"{name}.step_s", []).append(wall["none"])
+    for key, values in found.items():
+        result["figures"][key], result["spread"][key] = median(values), interval(values)
+        say(f"{key}: {median(values):.4f} {interval(values)} of {len(values)} rounds")
+    copied = sum(stage["copied"] for stage in stages)
+    result["figures"][f"{name}.inside"] = sum(stage["inside"] for stage in stages) / max(1, copied)
+    result["figures"][f"{name}.overruns"] = float(sum(stage["overruns"] for stage in stages))
+    result["figures"][f"{name}.copies"] = float(min(stage["copies"] for stage in stages))
+    result["figures"][f"{name}.rounds"] = float(len(found[f"{name}.spans"]))
+    holds = {
+        f"{name}.spans": ("upper end < 1.01", result["spread"][f"{name}.spans"][1] < OVERHEAD),
+        f"{name}.inside": (">= 0.99", result["figures"][f"{name}.inside"] >= INSIDE),
+        f"{name}.overruns": ("== 0", not result["figures"][f"{name}.overruns"]),
+    }
+    for key, (aim, held) in holds.items():
+        result["aims"][key], result["holds"][key] = aim, held
+    say(f"{name}: {100 * result['figures'][f'{name}.inside']:.1f} % of the copied bytes inside of waits")
+    return result
+
+
+def run(quick: bool, arguments: Sequence[str] = ()) -> Result:
+    """Run one job for each size and number of microbatches."""
+    parser = argparse.ArgumentParser(prog="bubble_overhead")
+    parser.add_argument("--size", choices=("small", "gpt30m"))
+    parser.add_argument("--rounds", type=int, default=3 if quick else 200)
+    args = parser.parse_args(list(arguments))
+    sizes = [args.size] if args.size else ["small"] if quick else ["small", "gpt30m"]
+    result: Result = {"figures": {}, "aims": {}, "holds": {}, "spread": {}}
+    for size in sizes:
+        for microbatches in (4,) if quick else (4, 8):
+            limit_s = 100.0 if quick else 60.0 * args.rounds + 600.0
+            for kind, values in measured(size, microbatches, args.rounds, limit_s).items():
+                result[kind].update(values)
+    return result
