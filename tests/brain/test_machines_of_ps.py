@@ -24,14 +24,14 @@ B, C = NodeId("b"), NodeId("c")
 class Job:
     """A brain, and ps that have at once what they are to have."""
 
-    def __init__(self, **fields: Any) -> None:
+    def __init__(self, ranks: bool = True, **fields: Any) -> None:
         self.brain, self.at = Brain(), 100.0
         self.notes: list[str] = []
         self.maps = 0
         self.starting: list[said.StartProcess] = []
         self.stopping: list[said.StopProcess] = []
         self.spec = JobSpec(**{"workers": 0, "partitions": 24, "max_restarts": 1000} | fields)
-        self.tell(said.MasterStarted(Incarnation(1), self.spec, settles=True, empties=True))
+        self.tell(said.MasterStarted(Incarnation(1), self.spec, settles=True, empties=True, ranks=ranks))
 
     def tell(self, fact: said.FactType, by: said.Sender = said.MASTER) -> None:
         self.at += 0.1
@@ -246,3 +246,49 @@ def test_the_last_ps_makes_no_mirrors_of_its_own_partitions() -> None:
     job.settle()
     placement = job.brain.placement
     assert placement is not None and set(placement.owner) == {0} and not placement.mirrors
+
+
+def warned(ranks: bool) -> tuple[Job, set[Slot]]:
+    """Two of three nodes are to be emptied at once; their ps."""
+    job = three(ranks=ranks, partitions=96)
+    for node in (B, C):
+        job.tell(said.DrainAsked(node, 15.0))
+    return job, {Slot(slot) for slot, node in job.nodes.items() if node != HOME_NODE}
+
+
+def moves_until_safe(job: Job, going: set[Slot]) -> int:
+    """How many partitions have changed their owner when nothing is left that only these ps have."""
+    assert job.brain.placement is not None
+    begun = job.brain.placement.owner
+    for _ in range(100):
+        for place in job.brain.placement.servers:
+            if not job.brain.partitions.exposed(going):
+                return sum(old != new for old, new in zip(begun, job.brain.placement.owner, strict=True))
+            by, now = by_ps(place.slot, place.incarnation), job.brain.placement
+            job.tell(said.MirrorsReady(tuple(m.id for m in now.mirrors_at(place.slot))), by)
+            job.tell(said.PartitionsReady(now.version, tuple(now.owned_by(place.slot)), Arrival.REBUILT), by)
+    raise AssertionError("they are never safe")
+
+
+def test_of_two_nodes_that_go_at_once_what_only_they_have_moves_first() -> None:
+    """Both are gone before they are empty. What only they had had moved by then, and the rest comes back."""
+    job, going = warned(True)
+    assert any("of its buckets have no complete copy elsewhere, and move first" in note for note in job.notes)
+    moved = moves_until_safe(job, going)
+    assert moved < moves_until_safe(*warned(False)), "earlier brains moved more before that"
+    placement = job.brain.placement
+    assert placement is not None and any(placement.owned_by(slot) for slot in going), "they are not empty yet"
+    for node in (B, C):
+        job.tell(NodeLost(node, "it is gone"))
+    assert any("not emptied in time: " in n and "; 0 of them have no complete" in n for n in job.notes)
+    job.settle()
+    assert not job.brain.job.over and set(job.nodes.values()) == {HOME_NODE}
+
+
+def test_what_was_not_safe_in_time_is_said() -> None:
+    job = three()
+    for node in (B, C):
+        job.tell(said.DrainAsked(node, 1.0))
+    job.tell(NodeLost(B, "it is gone"))
+    (note,) = [n for n in job.notes if "not emptied in time" in n][:1]
+    assert "buckets had not moved in time" in note and "; 0 of them" not in note, note

@@ -112,7 +112,7 @@ class EmbeddedMaster:
     def start(self) -> None:
         """Begin the job, on this node."""
         with self._lock:
-            self.tell(MasterStarted(self.journal.incarnation, self.spec, settles=True, empties=True))
+            self.tell(MasterStarted(self.journal.incarnation, self.spec, settles=True, empties=True, ranks=True))
         self.dispatch(NodeJoined(_NODE, "", 0, 0), _AGENT)
 
     def _report(self, request: messages.ValuesReported, sender: Sender) -> Answer:

@@ -42,12 +42,14 @@ class MasterStarted(Fact, frozen=True, tag="master_started"):
     brain settles after each fact until nothing more follows. Brains of before this release asked each concern once, so
     that some instructions came with the next fact, and let workers train on while a job that is asked to stop takes its
     last checkpoint; what their masters recorded is replayed in their way. ``empties``, likewise: a node that is drained
-    is emptied also where too few ps are left for the parity."""
+    is emptied also where too few ps are left for the parity. ``ranks``, likewise: of ps that leave, what would be lost
+    with them goes to others first."""
 
     incarnation: Incarnation
     spec: JobSpec
     settles: bool = False
     empties: bool = False
+    ranks: bool = False
 
 
 class NodeJoined(Fact, frozen=True, tag="node_joined"):

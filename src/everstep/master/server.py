@@ -250,7 +250,7 @@ class Master:
         try:
             faultpoints.begin("master", 0, self.journal.incarnation)
             self._go_on()
-            self._tell(MasterStarted(self.journal.incarnation, self.spec, settles=True, empties=True))
+            self._tell(MasterStarted(self.journal.incarnation, self.spec, settles=True, empties=True, ranks=True))
             self.checkpoints.start()
             self.watch.look(self.brain, self.clock.now())
             await self._listen()

@@ -5,16 +5,21 @@ at the new ps. Nothing is given up before its successor is complete. Every chang
 opening its shards, so all moves under way switch together, in one placement, once all are complete; then the next
 begin.
 
+Of ps that leave, what would be lost with all of them moves first, and nothing beside it: they may go before they are
+empty, and what others have a mirror of comes back without them.
+
 Again from the state alone: whatever was lost on the way, the next step follows from what there is.
 """
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
+
 import msgspec
 
 from everstep.ids import PartitionId, Slot
 from everstep.model.placement import Mirror, MirrorKind
-from everstep.policies.placement_builder import How, PlacementBuilder
+from everstep.policies.placement_builder import How, PlacementBuilder, lost_with
 from everstep.policies.stripes import StripeLayout
 
 MOVES_AT_ONCE = 8  # into or out of one ps
@@ -46,9 +51,19 @@ def advance(builder: PlacementBuilder, layout: StripeLayout, first: bool = False
     steps = MoveSteps()
     _clean(builder, layout, steps)
     _switch(builder, steps)
-    _mirrors(builder, layout, steps, 1 << 30 if first else BUILDS_AT_ONCE)
-    _begin(builder, layout, steps)
+    exposed = exposed_at(builder, layout)
+    _mirrors(builder, layout, steps, 1 << 30 if first else BUILDS_AT_ONCE, exposed)
+    _begin(builder, layout, steps, exposed)
     return steps
+
+
+def exposed_at(builder: PlacementBuilder, layout: StripeLayout) -> set[PartitionId]:
+    """Return the partitions of ps that leave which would be lost if all of these went now, and can go elsewhere."""
+    if not builder.leaving:
+        return set()
+    found = lost_with(builder, builder.leaving)
+    found = {b for b in found if builder.owner[b] in builder.leaving and builder.owner[b] != layout.owner[b]}
+    return {b for b in found if not any(m in builder.missing for m in builder.members(b // builder.code.k))}
 
 
 def under_way(builder: PlacementBuilder) -> list[Mirror]:
@@ -89,8 +104,11 @@ def _switch(builder: PlacementBuilder, steps: MoveSteps) -> None:
         steps.switched.append(partition)
 
 
-def _mirrors(builder: PlacementBuilder, layout: StripeLayout, steps: MoveSteps, at_once: int) -> None:
-    """Lead every row of every stripe towards its place."""
+def _mirrors(
+    builder: PlacementBuilder, layout: StripeLayout, steps: MoveSteps, at_once: int, exposed: AbstractSet[PartitionId]
+) -> None:
+    """Lead every row of every stripe towards its place; while partitions are ``exposed``, make mirrors of their stripes
+    alone."""
     rows = builder.rows()
     building: dict[Slot, int] = {}
     for mirror in builder.mirrors:
@@ -119,7 +137,7 @@ def _mirrors(builder: PlacementBuilder, layout: StripeLayout, steps: MoveSteps, 
                 spare = []
         keep = {m.id for m in (*there[:1], *spare[:1])}
         _drop(builder, [m for m in have if m.id not in keep], steps)
-        if not there and building.get(site, 0) < at_once:
+        if not there and building.get(site, 0) < at_once and (not exposed or not exposed.isdisjoint(members)):
             builder.add(members, site, row, MirrorKind.PARITY)
             building[site] = building.get(site, 0) + 1
             steps.built += 1
@@ -148,8 +166,11 @@ def _is_made(
     return there or _worthless(builder, layout, stripe, row)
 
 
-def _begin(builder: PlacementBuilder, layout: StripeLayout, steps: MoveSteps) -> None:
-    """Begin the next moves, if none is under way: first where units of a stripe share a ps."""
+def _begin(
+    builder: PlacementBuilder, layout: StripeLayout, steps: MoveSteps, exposed: AbstractSet[PartitionId]
+) -> None:
+    """Begin the next moves, if none is under way: of ``exposed`` partitions alone, if there are any; first where units
+    of a stripe share a ps."""
     if under_way(builder):
         return
     rows = builder.rows()
@@ -164,6 +185,7 @@ def _begin(builder: PlacementBuilder, layout: StripeLayout, steps: MoveSteps) ->
     wanted = [
         PartitionId(b) for b, slot in enumerate(builder.owner) if slot != layout.owner[b] and b not in builder.missing
     ]
+    wanted = [b for b in wanted if b in exposed] or wanted
     for partition in sorted(wanted, key=lambda b: (not shares(b), b)):
         source, target = builder.owner[partition], layout.owner[partition]
         if any(b in builder.missing for b in builder.members(partition // builder.code.k)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from enum import StrEnum
 
 import msgspec
@@ -35,7 +36,8 @@ class PlacementBuilder(msgspec.Struct, kw_only=True):
     """Is the next placement while it is being made. ``ready``: ids of mirrors that have everything. ``version``: of the
     placement that this becomes; ``routing``: of the one before, when its owners last changed. ``next_id``: of the next
     new mirror. ``snapshots``: as in the placement. ``stuck``: partitions of which their living owner says that it
-    cannot get them. ``empties``: see :class:`everstep.brain.events.MasterStarted`."""
+    cannot get them. ``leaving``: ps that are to give everything away, and may go before they have. ``empties``: see
+    :class:`everstep.brain.events.MasterStarted`."""
 
     code: ParityCode
     version: int
@@ -49,6 +51,7 @@ class PlacementBuilder(msgspec.Struct, kw_only=True):
     next_id: int
     stuck: frozenset[PartitionId] = frozenset()
     empties: bool = True
+    leaving: frozenset[Slot] = frozenset()
 
     @property
     def stripes(self) -> int:
@@ -110,13 +113,18 @@ def level_counts(builder: PlacementBuilder) -> dict[str, int]:
 
 def at_risk(builder: PlacementBuilder, gone: set[Slot]) -> int:
     """Return how many partitions would be lost if these ps were lost at once, now."""
+    return len(lost_with(builder, gone))
+
+
+def lost_with(builder: PlacementBuilder, gone: Collection[Slot]) -> set[PartitionId]:
+    """Return the partitions that would be lost if these ps were lost at once, now."""
     if not builder.code.m:
-        return sum(slot in gone for slot in builder.owner)
-    lost, rows = 0, builder.rows()
+        return {PartitionId(b) for b, slot in enumerate(builder.owner) if slot in gone}
+    lost, rows = set[PartitionId](), builder.rows()
     for stripe in range(builder.stripes):
         members = builder.members(stripe)
         mirrors = [m for r in range(builder.code.m) for m in rows.get((stripe, r), []) if m.id in builder.ready]
-        lost += sum(not _survives(builder, members, mirrors, partition, gone) for partition in members)
+        lost |= {partition for partition in members if not _survives(builder, members, mirrors, partition, gone)}
     return lost
 
 
@@ -137,7 +145,7 @@ def _survives(
     members: tuple[PartitionId, ...],
     mirrors: list[Mirror],
     partition: PartitionId,
-    gone: set[Slot],
+    gone: Collection[Slot],
 ) -> bool:
     """Return whether the partition can be had when the ps ``gone`` are."""
     lost = {b for b in members if b in builder.missing or builder.owner[b] in gone}

@@ -153,7 +153,7 @@ class SimMaster(SimProcess):
         self.clock = max(EPOCH_S + self.kernel.now, disk.log[-1][0].at if disk.log else 0.0)
         for fact in sim.first_facts(self.brain):
             self.record(fact)
-        self.record(MasterStarted(self.incarnation, sim.spec, settles=True, empties=True))
+        self.record(MasterStarted(self.incarnation, sim.spec, settles=True, empties=True, ranks=True))
         self.later(TICK_S, self.tick)
 
     def die(self) -> None:

@@ -28,7 +28,7 @@ class LifetimeConcern(Concern):
         first, goes_on = job.master_incarnation == 0, self.state.supervision.goes_on
         self.state.supervision.goes_on = False
         job.master_incarnation = e.incarnation
-        job.leases, job.settles, job.empties = 0, e.settles, e.empties
+        job.leases, job.settles, job.empties, job.ranks = 0, e.settles, e.empties, e.ranks
         out: Out = []
         if first:
             job.spec = e.spec

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from everstep.brain.brain_state import State
 from everstep.brain.checkpoints import has_checkpoints
@@ -13,7 +13,7 @@ from everstep.model.placement import MirrorKind, PsPlace
 from everstep.policies.domains import Limit, PsSite, at_home, limits_of
 from everstep.policies.moves import under_way
 from everstep.policies.node_selection import HOME_NODE
-from everstep.policies.placement_builder import How, PlacementBuilder, at_risk, level_counts
+from everstep.policies.placement_builder import How, PlacementBuilder, at_risk, level_counts, lost_with
 from everstep.policies.stripes import closed_slots, members_of
 
 
@@ -118,6 +118,7 @@ class PartitionReader:
             next_id=protection.mirrors + 1,
             stuck=frozenset(protection.stuck) | cut,
             empties=self.job.empties,
+            leaving=frozenset(protection.leaving) if self.job.ranks else frozenset(),
         )
 
     def may_begin_again(self) -> bool:
@@ -240,6 +241,12 @@ class PartitionReader:
             and not placement.mirrors_at(slot)
             and all(p.source != slot for p in self.protection.missing.values())
         )
+
+    def exposed(self, slots: Collection[Slot]) -> int:
+        """Return how many partitions of these ps would be lost if all ps that leave were lost now."""
+        builder = self.builder()
+        found = lost_with(builder, {*slots, *self.protection.leaving})
+        return sum(builder.owner[b] in slots for b in found)
 
     def left_at(self, slot: Slot) -> int:
         """Return partitions and mirrors that are still there."""

@@ -194,6 +194,10 @@ class ProcessConcern(Concern):
         words += f"; {less}" if less else ""
         inputs: Inputs = {"deadline_s": e.deadline_s, "buckets": 0}
         inputs["buckets"] = sum(self.concerns.placement.reader.left_at(slot) for slot in servers)
+        if servers and self.job.ranks:
+            exposed = self.concerns.placement.reader.exposed(servers)
+            inputs["exposed"] = exposed
+            words += f"; {exposed} of its buckets have no complete copy elsewhere, and move first" if exposed else ""
         out.append(Note(e.target, Decision("drain", words, inputs)))
         for record in records:
             if record.member.role is Role.WORKER and not record.stopping:

@@ -25,11 +25,12 @@ class PsSlotConcern(Concern):
         job, member = self.job, record.member
         if record.stopping:
             return self._ps_stopped(record, at)
+        late = self._not_emptied(member.slot)
         self.members.set_state(record, MemberState.LOST, at)
         job.ps_failures += 1
         record.losses += 1
         record.streak += 1
-        out: Out = [Note(str(member.key), Decision("lost", reason, inputs))]
+        out: Out = [*late, Note(str(member.key), Decision("lost", reason, inputs))]
         if self.state.placement is None:
             if not failed and may_restart(record.streak, min(3, job.spec.max_restarts)):
                 why = Decision("restart", f"it was lost before it held anything: {reason}", inputs)
@@ -55,6 +56,17 @@ class PsSlotConcern(Concern):
             ("go on without it: the others hold its buckets, with less protection and memory",),
         )
         return out + self.concerns.processes.start(Role.PS, member.slot, at, why, replaces=True)
+
+    def _not_emptied(self, slot: Slot) -> Out:
+        """A ps that was to give everything away is gone before it had: say what had not moved in time."""
+        reader = self.concerns.placement.reader
+        if not self.job.ranks or slot not in self.state.protection.leaving or self.state.placement is None:
+            return []
+        left, exposed = len(self.state.placement.owned_by(slot)), reader.exposed({slot})
+        if not left:
+            return []
+        words = f"{left} buckets had not moved in time; {exposed} of them have no complete copy elsewhere"
+        return [Note(f"ps:{slot}", Decision("not emptied in time", words, {"buckets": left, "exposed": exposed}))]
 
     def _ps_stopped(self, record: SlotRecord, at: float) -> Out:
         """Handle that a ps which had given everything away has ended."""
