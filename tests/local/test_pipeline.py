@@ -208,6 +208,7 @@ def test_the_only_replica_is_killed_and_goes_on_bit_for_bit(run: PipelineRun) ->
     assert "worker:0 stage 2: " in out and "a copy in each: as the job says" in out, out
 
 
+@pytest.mark.slow
 def test_without_copies_the_newest_checkpoint_is_what_is_left(run: PipelineRun) -> None:
     run.write(pause="0.01")
     run.train("--stages", "2", "--copy-every", "off", "--checkpoint-every", "5batches", deaths="{(17, 0, 1, 1): 9}")
