@@ -58,7 +58,7 @@ class PsSlotConcern(Concern):
         return out + self.concerns.processes.start(Role.PS, member.slot, at, why, replaces=True)
 
     def _not_emptied(self, slot: Slot) -> Out:
-        """A ps that was to give everything away is gone before it had: say what had not moved in time."""
+        """Say what had not moved in time, if a ps that was to give everything away is gone before it had."""
         reader = self.concerns.placement.reader
         if not self.job.ranks or slot not in self.state.protection.leaving or self.state.placement is None:
             return []
