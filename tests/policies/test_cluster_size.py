@@ -71,6 +71,14 @@ def test_nothing_is_emptied_while_somebody_is_missing() -> None:
     assert nodes_wanted(SPEC, view(nodes, 2, 2, up=False)) == NodesWanted(2, (), ())
 
 
+def test_nothing_is_emptied_while_somebody_still_leaves() -> None:
+    nodes = [node("n1", 2), node("n2", 1), node("n3", 1)]
+    late = MemberView(Role.PS, Slot(2), Incarnation(1), NodeId("n1"), 1, ShownState.LEAVING)
+    seen = view(nodes, 2, 2)
+    seen = msgspec.structs.replace(seen, members=(*seen.members, late))
+    assert nodes_wanted(SPEC, seen) == NodesWanted(2, (), ()), "the place that it has will be needed"
+
+
 def test_all_empty_nodes_too_many_go_together_and_full_ones_one_by_one() -> None:
     nodes = [node("n1", 2), node("n2", 0), node("n3", 0), node("n4", 2)]
     assert nodes_wanted(SPEC, view(nodes, 1, 1)).empty == (("n3", EMPTY_S), ("n2", EMPTY_S))

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from everstep.config.spec import JobSpec
 from everstep.ids import NodeId
-from everstep.model.job_view import JobView, NodeView
+from everstep.model.job_view import JobView, NodeView, ShownState
 from everstep.policies.node_selection import HOME_NODE
 
 EMPTY_S: Final = 300.0
@@ -55,8 +55,10 @@ def nodes_wanted(spec: JobSpec, view: JobView, going: Mapping[NodeId, float | No
     staying = [n for n in held if not n.draining and n.node not in going]
     urged = [(n.node, _left_s(going[n.node])) for n in held if n.node in going and not n.draining]
     excess = len(staying) - needed
-    up = sum(m.up for m in view.members if m.role.value in wanted)
-    if excess <= 0 or leaving or up < sum(wanted.values()):
+    members = [m for m in view.members if m.role.value in wanted]
+    settled = all(m.up and m.state is not ShownState.LEAVING for m in members if m.running)
+    here = sum(m.running for m in members)  # (one that still leaves has a place that another will need)
+    if excess <= 0 or leaving or not settled or here != sum(wanted.values()):
         return NodesWanted(needed, tuple(urged), emptied)
     newest_first = staying[::-1]
     first, *rest = sorted(newest_first, key=_members)[:excess]
