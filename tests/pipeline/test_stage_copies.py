@@ -251,3 +251,20 @@ def test_files_that_are_not_of_the_template_are_refused(fds: list[int]) -> None:
     for text in ("1,2", "a,b,c,d,e", "991,992,993,994,995"):
         with pytest.raises(ConfigError, match=VARIABLE):
             CopyMemory.from_environment({VARIABLE: text}, STAGES)
+
+
+def test_what_was_measured_in_one_generation_does_not_count_in_the_next(fds: list[int]) -> None:
+    stages, draws = pair(fds), random.Random(4)
+    for step in range(12):
+        iterate(stages, step, draws)
+    copies = stages[0].copies
+    measured = copies._lengths, copies._costs
+    assert all(measured)
+    copies.choose(12)
+    copies.begin(12, None, 1)
+    assert not copies._lengths and not copies._costs
+    copies.finish()
+    copies.begin(13, None, 1)
+    copies.wait_begins()
+    copies.wait_ends()
+    assert copies._lengths

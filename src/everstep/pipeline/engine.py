@@ -27,7 +27,7 @@ class PipelineEngine(GroupEngine):
     def _begin(self, step: StepAttempt, rehearsal: bool = False) -> None:
         super()._begin(step, rehearsal)
         if self.copies is not None:
-            self.copies.begin(step.number, self.about_copy())
+            self.copies.begin(step.number, self.about_copy(), step.generation)
 
     def close(self, error: str = "") -> None:
         if self.copies is not None:

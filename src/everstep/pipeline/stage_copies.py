@@ -79,6 +79,7 @@ class StageCopies:
         self._limits: tuple[int, ...] = ()
         self._limits_at = 0
         self._costs: deque[CopyCost] = deque(maxlen=16)
+        self._generation = 0  # in which all that was measured
         self._done = 0
         self._failed = False
         self.interval, self.reason = max(1, every), "as the job says" if every else "no copy is measured yet"
@@ -117,9 +118,13 @@ class StageCopies:
 
     # ------------------------------------------------------------ one copy
 
-    def begin(self, step: int, meta: CopyMeta | None) -> None:
-        """The state is that before ``step``: begin its copy, if it is to be copied."""
+    def begin(self, step: int, meta: CopyMeta | None, generation: int = 0) -> None:
+        """The state is that before ``step``, which the group of ``generation`` does: begin its copy, if it is to be
+        copied."""
         now = self._clock()
+        if generation != self._generation:
+            self._remeasure()
+            self._generation = generation
         self.step_s, self._began_at = now - self._began_at, now
         self._opening = 0
         if self._captured is not None:
@@ -253,8 +258,8 @@ class StageCopies:
         spans = [IdleSpan(0.0, fmean(lengths), pstdev(lengths)) for lengths in self._lengths]
         self._limits = span_limits(spans, counts[0] / counts[4], BLOCK_BYTES)
 
-    def remeasure(self) -> None:
-        """The group or the sizes of batches are others: what was measured does not count."""
+    def _remeasure(self) -> None:
+        """The group is another one: what was measured does not count."""
         self._lengths, self._limits, self._limits_at = [], (), 0
         self._costs.clear()
 
