@@ -60,6 +60,8 @@ _RANGES: Final[dict[str, tuple[float, float]]] = {
     "capacity_nodes": (0, MEMBERS_MAX),
     "capacity_workers": (1, PLACES_MAX),
     "capacity_ps": (0, PLACES_MAX),
+    "node_cpus": (0, 65536),
+    "node_gpus": (0, 1024),
     "nodes": (1, MEMBERS_MAX),
     "files_port": (0, 65535),
     "nodes_wait_s": (0.0, 86_400.0),

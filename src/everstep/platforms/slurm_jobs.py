@@ -120,16 +120,20 @@ def read_jobs(text: str, offer: Offer) -> list[SlurmJob]:
         fields = [field.strip() for field in line.split("|")]
         if len(fields) < len(SHOWN) or not fields[2].isdigit():
             raise PlatformError(f"squeue: its line {escaped(line, 80)!r} is not what was expected")
-        job, state, restarts, left, machine, reason, comment = fields[: len(SHOWN)]
+        job, state, restarts, left, machine, reason, comment = (_NOTHING.get(f, f) for f in fields[: len(SHOWN)])
         out.append(SlurmJob(job, _seen(state, int(restarts), left, machine, reason, comment, offer)))
     return out
+
+
+_NOTHING: Final = {"None": ""}
+"""How squeue shows a field that is empty."""
 
 
 def _seen(state: str, restarts: int, left: str, machine: str, reason: str, comment: str, offer: Offer) -> SeenNode:
     node = NodeId(comment if not restarts else f"{comment}-r{restarts}")
     ended = state in _ENDED
     stands = NodeState.ENDED if ended else _STATES.get(state, NodeState.ASKED)
-    why = f"its job is {state}" + (f" ({reason})" if reason not in ("", "None") else "")
+    why = f"its job is {state}" + (f" ({reason})" if reason else "")
     left_s = seconds_of(left) if stands in (NodeState.RUNNING, NodeState.LEAVING) else None
     return SeenNode(node, stands, offer, left_s, state in _OWN_FAILURES, state == "COMPLETED", why)
 
