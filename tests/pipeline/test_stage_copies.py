@@ -14,9 +14,10 @@ from everstep.allreduce.serialize import Packed
 from everstep.allreduce.state import ReplicaState
 from everstep.errors import ConfigError, PlatformError
 from everstep.model.group import Mark
+from everstep.model.stage_spans import COPIES_VARIABLE, COPY_SLOTS
 from everstep.pipeline import copy_slots
 from everstep.pipeline.copy_recovery import KeptCopy
-from everstep.pipeline.copy_slots import VARIABLE, CopyMemory, CopyMeta
+from everstep.pipeline.copy_slots import CopyMemory, CopyMeta
 from everstep.pipeline.stage_copies import StageCopies
 from everstep.pipeline.stages_state import WholeModel
 
@@ -56,7 +57,7 @@ class Stage:
 
 @pytest.fixture
 def fds() -> Iterator[list[int]]:
-    made = [os.memfd_create("test") for _ in range(1 + copy_slots.SLOTS * STAGES)]
+    made = [os.memfd_create("test") for _ in range(1 + COPY_SLOTS * STAGES)]
     yield made
     for fd in made:
         os.close(fd)
@@ -247,10 +248,10 @@ def test_the_whole_model_comes_out_of_its_stages(fds: list[int]) -> None:
 
 def test_files_that_are_not_of_the_template_are_refused(fds: list[int]) -> None:
     assert CopyMemory.from_environment({}, STAGES) is None
-    assert CopyMemory.from_environment({VARIABLE: "1,2"}, 1) is None
+    assert CopyMemory.from_environment({COPIES_VARIABLE: "1,2"}, 1) is None
     for text in ("1,2", "a,b,c,d,e", "991,992,993,994,995"):
-        with pytest.raises(ConfigError, match=VARIABLE):
-            CopyMemory.from_environment({VARIABLE: text}, STAGES)
+        with pytest.raises(ConfigError, match=COPIES_VARIABLE):
+            CopyMemory.from_environment({COPIES_VARIABLE: text}, STAGES)
 
 
 def test_what_was_measured_in_one_generation_does_not_count_in_the_next(fds: list[int]) -> None:

@@ -2,79 +2,35 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from everstep.agent.rundir import in_use
-from everstep.cli.link import ask_view
-from everstep.errors import EverstepError
-from everstep.model.job_view import JobView
+import watched_jobs
+from watched_jobs import WatchedJob
+
 from everstep.monitor.audit import audit
 from everstep.platforms.kubernetes.demo.played_cluster import NAMESPACE, DemoCluster
 from everstep.platforms.kubernetes.kinds import API_VERSION, Object, name_of
 from everstep.platforms.kubernetes.pods import facts_of
 
-SCRIPT = """
-import os, time
-import numpy as np, torch
-import everstep as es
-from torch import nn
-
-job = es.join()
-rng = np.random.default_rng(0)
-ids = rng.integers(0, 500, (4000, 2))
-data = {"ids": ids, "label": (ids.sum(1) % 2).astype(np.float32)}
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.bag = nn.EmbeddingBag(500, 4, mode="sum")
-        self.top = nn.Linear(4, 1)
-    def forward(self, b):
-        return self.top(self.bag(b["ids"])).squeeze(1)
-
-model = job.replicate(SPARSE(Net()))
-opt = job.optimizer(torch.optim.Adam(model.parameters(), lr=0.01))
-for batch in job.steps(job.loader(data, batch_size=20, epochs=EPOCHS)):
-    loss = nn.functional.binary_cross_entropy_with_logits(model(batch), batch["label"])
-    opt.zero_grad(); loss.backward(); opt.step()
-    job.report(loss=loss)
-    if not os.path.exists(HURRY):
-        time.sleep(0.2)
-"""
+until = partial(watched_jobs.until, timeout_s=240.0)
 
 
-def until(what: Callable[[], object], why: Callable[[], str], timeout_s: float = 240.0) -> None:
-    """Wait for something, for as long as a loaded machine may need."""
-    end = time.monotonic() + timeout_s
-    while not what():
-        assert time.monotonic() < end, f"it did not happen within {timeout_s} s: {why()}"
-        time.sleep(0.1)
-
-
-class KubeRun:
+class KubeRun(WatchedJob):
     """Is a job on a played cluster of three nodes."""
 
     def __init__(self, folder: Path, name: str = "story") -> None:
-        self.folder, self.name = folder, name
-        self.script = folder / "train.py"
-        self.hurry_file = folder / "hurry"
+        super().__init__(folder, folder / "cluster" / "claims" / NAMESPACE / f"{name}-master" / "job")
+        self.name = name
         self.cluster = DemoCluster(folder / "cluster", ("node-1", "node-2", "node-3"))
         self.server, self.nodes = self.cluster.server, self.cluster.runner
-        self.run_dir = folder / "cluster" / "claims" / NAMESPACE / f"{name}-master" / "job"
         self.operator: subprocess.Popen[bytes] | None = None
 
     # ------------------------------------------------------------ what a user does
-
-    def write(self, epochs: int, sparse: bool = True) -> None:
-        text = SCRIPT.replace("SPARSE", "job.sparse" if sparse else "").replace("EPOCHS", str(epochs))
-        self.script.write_text(text.replace("HURRY", repr(str(self.hurry_file))))
 
     def submit(self, **spec: Any) -> None:
         template = {"spec": {"containers": [{"name": "main", "image": "everstep:test"}]}}
@@ -139,17 +95,6 @@ class KubeRun:
                 out.append(pod)
         return out
 
-    def view(self) -> JobView | None:
-        if not in_use(self.run_dir):
-            return None
-        with contextlib.suppress(EverstepError):
-            return ask_view(self.run_dir)
-        return None
-
-    def samples(self) -> int:
-        view = self.view()
-        return view.samples_total if view is not None else 0
-
     def trained(self, more: int) -> None:
         """Wait until so many more samples are trained."""
         start = 0
@@ -189,7 +134,7 @@ class KubeRun:
 
     def ended_well(self) -> None:
         self.hurry_file.touch()
-        until(lambda: self.phase in ("Succeeded", "Failed"), self.story, 400.0)
+        until(lambda: self.phase in ("Succeeded", "Failed"), self.story, timeout_s=400.0)
         assert self.phase == "Succeeded", self.story()
         report = audit(self.run_dir)
         assert report.ok, report.text() + self.story()

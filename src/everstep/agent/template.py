@@ -21,11 +21,10 @@ from pathlib import Path
 import msgspec
 
 from everstep.agent.imports import script_imports
+from everstep.model.stage_spans import COPIES_VARIABLE, COPY_SLOTS
 from everstep.platforms.local import die_with_parent, sweep_group
 
 MAX_PACKET_BYTES = 128 * 1024
-COPIES_VARIABLE = "EVERSTEP_COPIES"  # as in pipeline.copy_slots
-_SLOTS = 2  # for each process
 
 
 class Fork(msgspec.Struct, frozen=True, tag="fork"):
@@ -144,7 +143,7 @@ class Template:
     def _fork(self, request: Fork) -> None:
         parent = os.getpid()
         if request.copies and request.slot not in self._copies:
-            files = 1 + _SLOTS * request.processes
+            files = 1 + COPY_SLOTS * request.processes
             self._copies[request.slot] = [os.memfd_create("everstep-copy", os.MFD_CLOEXEC) for _ in range(files)]
         pid = os.fork()
         if pid == 0:

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from enum import Enum
+from typing import Final
 
 import msgspec
+
+COPIES_VARIABLE: Final = "EVERSTEP_COPIES"
+"""The environment variable by which a worker gets the memory for its copies: file descriptors, see
+``pipeline.copy_slots``."""
+COPY_SLOTS: Final = 2
+"""Copies of each stage that there is memory for."""
 
 
 class SpanKind(Enum):

@@ -24,10 +24,9 @@ from everstep.allreduce.serialize import Packed
 from everstep.bounds import MALFORMED
 from everstep.errors import CheckpointError, ConfigError, PlatformError
 from everstep.model.group import Committed, Mark
+from everstep.model.stage_spans import COPIES_VARIABLE, COPY_SLOTS
 from everstep.native import crc32c
 
-VARIABLE: Final = "EVERSTEP_COPIES"  # of the environment: file descriptors, see ``CopyMemory.from_environment``
-SLOTS: Final = 2
 BLOCK_BYTES: Final = 256 << 10
 """A copy goes on by blocks of this size; each has a checksum."""
 
@@ -214,21 +213,25 @@ class CopyMemory:
 
     def __init__(self, fds: Sequence[int], stages: int) -> None:
         """Take ``fds``: the page, then the slots of each stage. Raises ConfigError: they are not as many."""
-        if len(fds) != 1 + SLOTS * stages:
-            raise ConfigError(f"{VARIABLE} has {len(fds)} files for {stages} stages: set by everstep only")
+        if len(fds) != 1 + COPY_SLOTS * stages:
+            raise ConfigError(f"{COPIES_VARIABLE} has {len(fds)} files for {stages} stages: set by everstep only")
         self.page = CopyPage(fds[0], stages)
-        self.slots = [[CopySlot(fd) for fd in fds[1 + SLOTS * s : 1 + SLOTS * (s + 1)]] for s in range(stages)]
+        self.slots = [
+            [CopySlot(fd) for fd in fds[1 + COPY_SLOTS * s : 1 + COPY_SLOTS * (s + 1)]] for s in range(stages)
+        ]
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str], stages: int) -> CopyMemory | None:
         """Return the memory that the template keeps for this worker; None: there is none. Raises ConfigError."""
-        text = environment.get(VARIABLE, "")
+        text = environment.get(COPIES_VARIABLE, "")
         if not text or stages < 2:
             return None
         try:
             return cls([int(fd) for fd in text.split(",")], stages)
         except (ValueError, OSError) as error:
-            raise ConfigError(f"{VARIABLE} = {text!r}: set by everstep for its own processes only ({error})") from None
+            raise ConfigError(
+                f"{COPIES_VARIABLE} = {text!r}: set by everstep for its own processes only ({error})"
+            ) from None
 
     def clear(self) -> None:
         for slots in self.slots:
@@ -279,4 +282,4 @@ def _up(size: int) -> int:
     return -(-size // _PAGE) * _PAGE
 
 
-__all__ = ["BLOCK_BYTES", "VARIABLE", "CopyMemory", "CopyMeta", "CopyPage", "CopySlot", "SlotHead"]
+__all__ = ["BLOCK_BYTES", "CopyMemory", "CopyMeta", "CopyPage", "CopySlot", "SlotHead"]

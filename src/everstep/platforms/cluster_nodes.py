@@ -190,7 +190,7 @@ class ClusterNodes:
         granted = record.granted_at >= 0
         if granted:
             news.append(Gone(seen.node))
-        if not granted:
+        else:
             self._wait(now)
         if not seen.failed or record.warned or (granted and now - record.granted_at >= STEADY_S):
             return

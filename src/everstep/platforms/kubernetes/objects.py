@@ -287,9 +287,9 @@ def _schedule(job: Object, place: Place, spec: Object, on_demand: bool) -> None:
     if policy == "SpotOnly":
         spec["nodeSelector"] = {**(spec.get("nodeSelector") or {}), **labels}
         return
-    terms = [{"key": k, "operator": "NotIn" if policy == "Never" else "In", "values": [v]} for k, v in labels.items()]
     if policy not in ("Never", "PreferSpot"):
         return
+    terms = [{"key": k, "operator": "NotIn" if policy == "Never" else "In", "values": [v]} for k, v in labels.items()]
     affinity = spec.setdefault("affinity", {}).setdefault("nodeAffinity", {})
     if policy == "PreferSpot":
         prefer = {"weight": 100, "preference": {"matchExpressions": terms}}

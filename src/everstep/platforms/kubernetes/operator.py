@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, Protocol
 
 from everstep.errors import EverstepError
@@ -338,9 +338,9 @@ class Operator:
                 body = {"apiVersion": API_VERSION, "kind": kind.value, "metadata": meta, "status": status}
                 self._made(kind, self._client.apply_status(kind, namespace, body))
             case TellSize(workers, ps) if job is not None:
-                self._ask(job, list(pods), lambda host, secret: self._link.tell_size(host, secret, workers, ps))
+                self._ask(job, pods, lambda host, secret: self._link.tell_size(host, secret, workers, ps))
             case AskSuspend() if job is not None:
-                self._ask(job, list(pods), self._link.suspend)
+                self._ask(job, pods, self._link.suspend)
 
     def _create(self, job: Object | None, namespace: str, kind: Kind, body: Object) -> None:
         try:
@@ -425,7 +425,9 @@ class Operator:
             known = self._reports.get(uid_of(job), known)
         return known.value if time.monotonic() - known.at < REPORT_S else None
 
-    def _ask(self, job: Object, pods: list[Object], ask: Callable[[str, str], None], *, reports: bool = False) -> None:
+    def _ask(
+        self, job: Object, pods: Sequence[Object], ask: Callable[[str, str], None], *, reports: bool = False
+    ) -> None:
         """Ask the master, if there is one, and nobody asks it already. Its silence is no failure: the next look asks
         again."""
         found = [facts for pod in pods if (facts := facts_of(pod)) is not None and facts.place is Place.MASTER]
