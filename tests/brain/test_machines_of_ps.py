@@ -24,14 +24,14 @@ B, C = NodeId("b"), NodeId("c")
 class Job:
     """A brain, and ps that have at once what they are to have."""
 
-    def __init__(self, ranks: bool = True, **fields: Any) -> None:
+    def __init__(self, ranks: bool = True, refills: bool = True, **fields: Any) -> None:
         self.brain, self.at = Brain(), 100.0
         self.notes: list[str] = []
         self.maps = 0
         self.starting: list[said.StartProcess] = []
         self.stopping: list[said.StopProcess] = []
         self.spec = JobSpec(**{"workers": 0, "partitions": 24, "max_restarts": 1000} | fields)
-        self.tell(said.MasterStarted(Incarnation(1), self.spec, settles=True, empties=True, ranks=ranks))
+        self.tell(said.MasterStarted(Incarnation(1), self.spec, **said.RULES | {"ranks": ranks, "refills": refills}))
 
     def tell(self, fact: said.FactType, by: said.Sender = said.MASTER) -> None:
         self.at += 0.1
@@ -57,16 +57,17 @@ class Job:
         while True:
             placement = self.brain.placement
             if self.starting:
-                order = self.starting.pop(0)
-                of = order.role, order.slot, order.incarnation, order.node
-                self.tell(
-                    MemberJoined(*of, 1, Address(order.node, f"{order.slot}.{order.incarnation}"), (), Holdings())
-                )
+                self.say_hello()
             elif self.stopping:
                 stop = self.stopping.pop(0)
                 self.tell(said.ProcessExited(stop.role, stop.slot, stop.incarnation, 0))
             elif placement is None or not self.work(placement):
                 return
+
+    def say_hello(self) -> None:
+        order = self.starting.pop(0)
+        of = order.role, order.slot, order.incarnation, order.node
+        self.tell(MemberJoined(*of, 1, Address(order.node, f"{order.slot}.{order.incarnation}"), (), Holdings()))
 
     def work(self, placement: Placement) -> bool:
         """Every ps gets and makes what the map wants of it; whether that was news."""

@@ -23,6 +23,7 @@ from everstep.brain import events
 from everstep.brain.brain import Brain
 from everstep.brain.events import (
     MASTER,
+    RULES,
     Answer,
     FactType,
     FinishJob,
@@ -112,7 +113,7 @@ class EmbeddedMaster:
     def start(self) -> None:
         """Begin the job, on this node."""
         with self._lock:
-            self.tell(MasterStarted(self.journal.incarnation, self.spec, settles=True, empties=True, ranks=True))
+            self.tell(MasterStarted(self.journal.incarnation, self.spec, **RULES))
         self.dispatch(NodeJoined(_NODE, "", 0, 0), _AGENT)
 
     def _report(self, request: messages.ValuesReported, sender: Sender) -> Answer:

@@ -43,13 +43,19 @@ class MasterStarted(Fact, frozen=True, tag="master_started"):
     that some instructions came with the next fact, and let workers train on while a job that is asked to stop takes its
     last checkpoint; what their masters recorded is replayed in their way. ``empties``, likewise: a node that is drained
     is emptied also where too few ps are left for the parity. ``ranks``, likewise: of ps that leave, what would be lost
-    with them goes to others first."""
+    with them goes to others first. ``refills``, likewise: a place that becomes free is taken by a process that
+    waits for one, and a job that is scaled goes on emptying the nodes that are drained."""
 
     incarnation: Incarnation
     spec: JobSpec
     settles: bool = False
     empties: bool = False
     ranks: bool = False
+    refills: bool = False
+
+
+RULES: Final[dict[str, bool]] = {"settles": True, "empties": True, "ranks": True, "refills": True}
+"""What today's masters say of themselves in :class:`MasterStarted`."""
 
 
 class NodeJoined(Fact, frozen=True, tag="node_joined"):

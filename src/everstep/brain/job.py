@@ -22,10 +22,10 @@ class Phase(StrEnum):
 
 class JobState(msgspec.Struct, kw_only=True):
     """``workers_wanted``, ``ps_wanted``: slots 0..n-1 should be filled. ``leases``: counter of this master's lease
-    numbers. ``settles``, ``empties``, ``ranks``: see :class:`everstep.brain.events.MasterStarted`. ``gathered``: the
-    job waits for no more nodes before it begins (``nodes``); ``nodes_due_at``: until then it does, 0.0: none has
-    joined. ``anyway``: the job has waited for long enough, and runs with those who are there. ``workers_asked``: how
-    many it was scaled to last, beside those that nodes bring along; 0: it was not scaled."""
+    numbers. ``settles``, ``empties``, ``ranks``, ``refills``: see :class:`everstep.brain.events.MasterStarted`.
+    ``gathered``: the job waits for no more nodes before it begins (``nodes``); ``nodes_due_at``: until then it does,
+    0.0: none has joined. ``anyway``: the job has waited for long enough, and runs with those who are there.
+    ``workers_asked``: how many it was scaled to last, beside those that nodes bring along; 0: it was not scaled."""
 
     spec: JobSpec = JobSpec()
     master_incarnation: Incarnation = Incarnation(0)
@@ -47,6 +47,7 @@ class JobState(msgspec.Struct, kw_only=True):
     nodes_due_at: float = 0.0
     anyway: bool = False
     workers_asked: int = 0
+    refills: bool = False
 
     @property
     def over(self) -> bool:

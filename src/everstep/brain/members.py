@@ -97,9 +97,10 @@ class _Index:
 
     ``number``: of each slot, in the order in which they were first filled. ``on``: numbers by node; a number may be
     left of one that has gone elsewhere. ``used``: workers that run on a node. ``order``: of nodes. ``free``: nodes that
-    may have a free place for a worker, and perhaps more."""
+    may have a free place for a worker, and perhaps more. ``vacated``: a process has left its place since this was last
+    set to False."""
 
-    __slots__ = ("free", "number", "on", "order", "records", "used")
+    __slots__ = ("free", "number", "on", "order", "records", "used", "vacated")
 
     def __init__(self, members: Members) -> None:
         self.records: list[SlotRecord] = []
@@ -108,6 +109,7 @@ class _Index:
         self.used: dict[NodeId, int] = {}
         self.order: dict[NodeId, int] = {}
         self.free: dict[NodeId, None] = {}
+        self.vacated = False
         for record in members.all():
             self.add(record)
             self.came(record)
@@ -134,6 +136,7 @@ class _Index:
     def goes(self, record: SlotRecord) -> None:
         """Note that a process that may run is about to leave its node, or to run no more."""
         m = record.member
+        self.vacated = self.vacated or record.running
         if m.role is Role.WORKER and record.running:
             self.used[m.node] -= 1
             self.free[m.node] = None

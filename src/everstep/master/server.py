@@ -26,6 +26,7 @@ from everstep import faultpoints
 from everstep.brain.brain import Brain
 from everstep.brain.events import (
     MASTER,
+    RULES,
     AnswerType,
     CommitManifest,
     DropCheckpoints,
@@ -250,7 +251,7 @@ class Master:
         try:
             faultpoints.begin("master", 0, self.journal.incarnation)
             self._go_on()
-            self._tell(MasterStarted(self.journal.incarnation, self.spec, settles=True, empties=True, ranks=True))
+            self._tell(MasterStarted(self.journal.incarnation, self.spec, **RULES))
             self.checkpoints.start()
             self.watch.look(self.brain, self.clock.now())
             await self._listen()

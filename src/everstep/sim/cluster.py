@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from everstep.brain.brain import Brain
 from everstep.brain.events import (
     MASTER,
+    RULES,
     AnswerType,
     CheckpointAsked,
     CheckpointCommitted,
@@ -153,7 +154,7 @@ class SimMaster(SimProcess):
         self.clock = max(EPOCH_S + self.kernel.now, disk.log[-1][0].at if disk.log else 0.0)
         for fact in sim.first_facts(self.brain):
             self.record(fact)
-        self.record(MasterStarted(self.incarnation, sim.spec, settles=True, empties=True, ranks=True))
+        self.record(MasterStarted(self.incarnation, sim.spec, **RULES))
         self.later(TICK_S, self.tick)
 
     def die(self) -> None:

@@ -29,6 +29,7 @@ class LifetimeConcern(Concern):
         self.state.supervision.goes_on = False
         job.master_incarnation = e.incarnation
         job.leases, job.settles, job.empties, job.ranks = 0, e.settles, e.empties, e.ranks
+        job.refills = e.refills
         out: Out = []
         if first:
             job.spec = e.spec

@@ -28,18 +28,39 @@ class ProcessConcern(Concern):
             DrainAsked: self.drain,
         }
 
+    def settle(self, event: Event, out: Out) -> Out:
+        """A process has left its place: another one may wait for it."""
+        if not self.members.index.vacated:
+            return []
+        self.members.index.vacated = False
+        if not self.job.refills or self.job.over or self.job.waits_for_nodes:
+            return []
+        more = self._fill_ps(event.at)
+        ends = self.state.protection.gone or self.concerns.training.nothing_left()
+        if not ends and not any(record.finished for record in self.members.workers.values()):
+            more += self._fill_workers(event.at)
+        return more
+
     def fill(self, at: float) -> Out:
         """Start a process in every slot that wants one and finds a place."""
         if self.job.over or self.job.waits_for_nodes:
             return []
+        self.members.index.vacated = False
+        return [*self._fill_ps(at), *self._fill_workers(at)]
+
+    def _fill_ps(self, at: float) -> Out:
         out: Out = []
-        servers, workers = self.members.servers, self.members.workers
-        leaving = self.state.protection.leaving
+        servers, leaving = self.members.servers, self.state.protection.leaving
         empty = [s for s in range(self.job.ps_wanted) if (record := servers.get(Slot(s))) is None or record.waiting]
         rooms = self.ps_rooms() if empty else None
         for slot in map(Slot, empty):
             if slot not in leaving:
                 out += self.start(Role.PS, slot, at, Decision("start", "the job wants this ps"), rooms)
+        return out
+
+    def _fill_workers(self, at: float) -> Out:
+        out: Out = []
+        workers = self.members.workers
         empty = [
             s for s in range(self.job.workers_wanted) if (record := workers.get(Slot(s))) is None or record.waiting
         ]
@@ -118,6 +139,7 @@ class ProcessConcern(Concern):
                 error = refuse_ps(count, self.concerns.placement.reader.code, job.spec.partitions)
                 if not error and self.state.placement is None:
                     error = "not yet: not every ps has joined"
+                error = error or self.concerns.ps_slots.refuse_scale(count)
             error = error or bounds
             if error:
                 return [Reply(Refused(error))]

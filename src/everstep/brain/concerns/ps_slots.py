@@ -148,6 +148,28 @@ class PsSlotConcern(Concern):
         spot = [m for m in servers if (node := nodes.get(m.node)) is not None and not node.stays]
         return dict(Counter(self.members.machine_of(m.node) for m in spot))
 
+    def refuse_scale(self, count: int) -> str:
+        """Return one line if nobody could take what ps have that a scale to ``count`` ends, else ""."""
+        leaving, servers = self.state.protection.leaving, self.members.servers
+        ends = [slot for slot, record in servers.items() if slot >= count and record.running]
+        stays = [
+            slot
+            for slot, record in servers.items()
+            if slot < count and record.running and not (slot in leaving and self._is_drained(slot))
+        ]
+        if not ends or stays or not self.job.refills:
+            return ""
+        ends_words = ", ".join(f"ps:{slot}" for slot in sorted(ends))
+        return (
+            f"{count} ps: not yet: all that would be left are emptied with their nodes or wait for a place, and "
+            f"{ends_words} would have nobody to give the buckets to; try again when one of these serves elsewhere"
+        )
+
+    def _is_drained(self, slot: Slot) -> bool:
+        """Return whether this ps gives everything away because its node is to be emptied."""
+        node = self.members.nodes.get(self.members.servers[slot].member.node)
+        return node is not None and node.alive and node.draining
+
     def scale(self, count: int, at: float) -> Out:
         """Scale: the highest slots give everything away and end; new ones get their share when they have joined."""
         job, servers, leaving = self.job, self.members.servers, self.state.protection.leaving
@@ -156,7 +178,10 @@ class PsSlotConcern(Concern):
         if count != old:
             inputs: Inputs = {"from": old, "to": count}
             out.append(Note("", Decision("scale ps", f"asked for {count} instead of {old}", inputs)))
-        leaving[:] = [slot for slot, record in sorted(servers.items()) if slot >= count and record.running]
+        drained = {slot for slot in leaving if self.job.refills and self._is_drained(slot)}
+        leaving[:] = [
+            slot for slot, record in sorted(servers.items()) if (slot >= count or slot in drained) and record.running
+        ]
         for slot, record in servers.items():
             if slot >= count:
                 record.waiting = False

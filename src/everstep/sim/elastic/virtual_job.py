@@ -20,6 +20,7 @@ import msgspec
 from everstep.brain.brain import Brain
 from everstep.brain.events import (
     MASTER,
+    RULES,
     AnswerType,
     CapacityChanged,
     CheckpointAsked,
@@ -217,7 +218,7 @@ class VirtualJob:
         """Run to the job's end, or for ``limit_s`` seconds."""
         began = time.process_time()
         spec = self.spec
-        self.tell(MasterStarted(Incarnation(1), spec, settles=True, empties=True, ranks=True))
+        self.tell(MasterStarted(Incarnation(1), spec, **RULES))
         span = MachineSpan(HOME_NODE, spec.hardware, spec.zone, Market(spec.market), 0.0, -1.0, None, spec.workers)
         home = self.nodes[HOME_NODE] = VirtualNode(HOME_NODE, 0, span)
         self.meter.places(0.0, spec.workers)
