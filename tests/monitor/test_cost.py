@@ -276,6 +276,25 @@ def test_machines_of_a_journal() -> None:
     assert played == {"node0": (0, 36000), "spot-1": (6000, 24000), "b": (12000, 18000)}
 
 
+def test_a_machine_that_is_granted_twice_is_paid_once() -> None:
+    """A grant is told at least once: the word of an ``everstep run`` that was killed may come again."""
+    node, command = NodeId("c-1"), Sender("command")
+    grant = CapacityChanged(node, CapacityStep.GRANTED, "g5", "a", SPOT, 0.5)
+    dearer = CapacityChanged(node, CapacityStep.GRANTED, "g5", "a", SPOT, 0.75)
+    told: list[tuple[float, Fact, Sender]] = [
+        (0, MasterStarted(Incarnation(1), JobSpec()), Sender()),
+        (10, grant, command),
+        (12, NodeJoined(node, "h", 2, 0, (), "g5", 0, "a", SPOT), Sender("agent", node=node)),
+        (50, grant, command),
+        (60, dearer, command),
+        (110, CapacityChanged(node, CapacityStep.TAKEN_BACK, "g5", "a", SPOT, 0.75), command),
+        (120, StopAsked("enough"), command),
+    ]
+    found = read_spending(Event(1000.0 + at, fact, sender) for at, fact, sender in told)  # type: ignore[arg-type]
+    spans = [(m.begin, m.end, m.usd, m.places) for m in found.machines() if m.node == node]
+    assert spans == [(10, 60, 0.5, 2), (60, 110, 0.75, 2)]
+
+
 def test_the_cost_of_a_journal_worked_out_by_hand() -> None:
     """10 h at 2 USD are 20 USD for node0. spot-1 is held for 5 h (1:40 to 6:40): 20 min at 0.5 USD and 4:40 h at 1 USD
     are 4.8333 USD. b is held for 1:40 h, of a class without a price. Places: 600 + 300 + 2 x 100 = 1,100 s, of which

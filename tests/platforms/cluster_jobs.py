@@ -7,13 +7,18 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
 from watched_jobs import WatchedJob, until
 
+from everstep.brain.events import CapacityChanged
 from everstep.cli.display import read_summary
+from everstep.cli.replay import JOURNAL_FILE
+from everstep.model.capacity import CapacityStep
 from everstep.monitor.audit import audit
+from everstep.storage.journal import read_journal
 
 
 class ClusterRun(WatchedJob):
@@ -82,6 +87,23 @@ class ClusterRun(WatchedJob):
         assert summary is not None and summary.exit_code == 0, self.story()
         report = audit(self.run_dir)
         assert report.ok, report.text() + self.story()
+        self.paid_once()
+
+    def paid_once(self) -> None:
+        """Assert that the journal has each node once, and the end of each that is gone, as the costs need it."""
+        granted: Counter[str] = Counter()
+        ended: set[str] = set()
+        for entry in read_journal(self.run_dir / JOURNAL_FILE):
+            match entry.event.fact:
+                case CapacityChanged(node=node, step=CapacityStep.GRANTED):
+                    granted[node] += 1
+                case CapacityChanged(node=node, step=CapacityStep.TAKEN_BACK | CapacityStep.GIVEN_BACK):
+                    ended.add(node)
+                case _:
+                    pass
+        assert granted and set(granted.values()) == {1}, granted
+        left = set(granted) - ended
+        assert len(left) <= 3, f"{sorted(left)} are paid to the end: {granted}, ended {sorted(ended)}"
 
     def close(self) -> None:
         if self.process is not None and self.process.poll() is None:

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from everstep.cli.capacity import remember_once
 from everstep.errors import PlatformError
 from everstep.ids import NodeId
-from everstep.model.capacity import CapacityNews, Gone, Grant, Market, Offer, Warned
-from everstep.platforms.cluster_capacity import ClusterAgents, ClusterCapacity
+from everstep.model.capacity import CapacityNews, CapacityStep, Gone, Grant, Market, Offer, Warned
+from everstep.platforms.cluster_capacity import (
+    STATE_FILE,
+    ClusterAgents,
+    ClusterCapacity,
+    ClusterMemory,
+    ClusterState,
+    new_state,
+    read_state,
+)
 from everstep.platforms.cluster_nodes import (
     APPEAR_S,
     STEADY_S,
@@ -23,6 +33,7 @@ from everstep.platforms.cluster_nodes import (
     SayLine,
     SeenNode,
 )
+from everstep.platforms.fleet import Remember
 
 OFFER = Offer("", "p")
 ONE, TWO = NodeId("c-1"), NodeId("c-2")
@@ -131,6 +142,55 @@ def test_a_run_that_was_started_again_takes_over_what_is_there() -> None:
     assert look.actions == [CancelNode(NodeId("c-5")), AddNodes((NodeId("c-8"),))]
 
 
+def test_what_the_run_before_had_and_is_no_more_is_granted_and_gone() -> None:
+    """So the journal, which has the grant, hears of the end too, and nobody pays for a node that is no more."""
+    gone, ended, here, late = (NodeId(f"c-{n}") for n in (1, 2, 3, 4))
+    nodes = ClusterNodes("c", 60.0, number=7, before=dict.fromkeys((gone, ended, here, late), OFFER))
+    nodes.request(2)
+    found = [seen("c-2", NodeState.ENDED), seen("c-3"), seen("c-4", NodeState.ASKED)]
+    look = nodes.look(0.0, found)
+    assert look.news == [Grant(ended, OFFER), Gone(ended), Grant(here, OFFER), Grant(gone, OFFER), Gone(gone)]
+    assert look.actions == [CancelNode(ended)]
+    nodes.request(1)
+    assert nodes.look(1.0, found[1:]) == ([], []), "an actor that has not answered yet is not one that waits"
+    assert nodes.look(2.0, [seen("c-3")]).news == [Grant(late, OFFER), Gone(late)]
+
+
+def test_each_grant_is_told_to_the_journal_once_over_all_runs(tmp_path: Path) -> None:
+    told: list[tuple[str, str]] = []
+
+    def tell(fact: Remember) -> None:
+        if fact.grant.node == "c-9":
+            raise PlatformError("the master does not answer")
+        told.append((fact.grant.node, fact.step.value))
+
+    first = ClusterMemory(tmp_path, new_state("job", "a:1"))
+    for node in (ONE, TWO):
+        remember_once(Remember(Grant(node, OFFER), CapacityStep.GRANTED), first, tell)
+    remember_once(Remember(Grant(ONE, OFFER), CapacityStep.WARNED), first, tell)
+    with pytest.raises(PlatformError):
+        remember_once(Remember(Grant(NodeId("c-9"), OFFER), CapacityStep.GRANTED), first, tell)
+    first.keep(9)
+    state = read_state(tmp_path)  # (here everstep run was killed)
+    assert state is not None and state.number == 9 and state.held == {ONE: OFFER, TWO: OFFER}
+    told.clear()
+    second = ClusterMemory(tmp_path, state)
+    steps = CapacityStep.GRANTED, CapacityStep.TAKEN_BACK, CapacityStep.GRANTED
+    for step in steps:
+        remember_once(Remember(Grant(ONE, OFFER), step), second, tell)
+    assert told == [("c-1", "taken back"), ("c-1", "granted")]
+    elsewhere = new_state("job", "b:1", read_state(tmp_path))
+    assert elsewhere.group != state.group and elsewhere.held == {ONE: OFFER, TWO: OFFER} and elsewhere.number == 9
+    second.forget()
+    last = read_state(tmp_path)
+    assert last is not None and last.held == {} and last.number == 9
+
+
+def test_a_state_of_before_has_nothing_held(tmp_path: Path) -> None:
+    (tmp_path / STATE_FILE).write_bytes(b'{"group": "everstep-j-1", "at": "a:1", "number": 3}')
+    assert read_state(tmp_path) == ClusterState("everstep-j-1", "a:1", 3, {})
+
+
 class World:
     """Is a cluster that does as it likes: the truth that looks show, perhaps late."""
 
@@ -175,16 +235,16 @@ STEPS = st.lists(
 def test_whatever_a_cluster_does_the_job_gets_its_nodes_and_leaves_none(steps: list[tuple[str, int]]) -> None:
     world, now, number, wanted = World(), [0.0], [0], 2
     kept = number
+    held: set[str] = set()
+    journal: dict[NodeId, Offer] = {}  # (what the journal says that the job has)
 
     def made() -> ClusterCapacity:
-        capacity = ClusterCapacity(
-            world, ClusterNodes("c", 60.0, kept[0]), lambda n: kept.__setitem__(0, n), lambda _: None, lambda: now[0]
-        )
+        nodes = ClusterNodes("c", 60.0, kept[0], dict(journal))
+        capacity = ClusterCapacity(world, nodes, lambda n: kept.__setitem__(0, n), lambda _: None, lambda: now[0])
         capacity.request(wanted)
         return capacity
 
     capacity = made()
-    held: set[str] = set()
 
     def watch() -> None:
         now[0] += 2.0
@@ -196,8 +256,10 @@ def test_whatever_a_cluster_does_the_job_gets_its_nodes_and_leaves_none(steps: l
             if isinstance(one, Grant):
                 assert one.node not in held, "granted once"
                 held.add(one.node)
+                journal[one.node] = OFFER
             elif isinstance(one, Gone):
                 held.remove(one.node)
+                del journal[one.node]
 
     for what, which in steps:
         names = sorted(world.nodes)
@@ -224,7 +286,7 @@ def test_whatever_a_cluster_does_the_job_gets_its_nodes_and_leaves_none(steps: l
         for name, state in world.nodes.items():
             if state is not NodeState.ENDED:
                 world.nodes[name] = NodeState.RUNNING
-    assert len(held) >= wanted and held == set(world.nodes)
+    assert len(held) >= wanted and held == set(world.nodes) == set(journal)
     capacity.request(0)
     assert world.nodes == {}
 

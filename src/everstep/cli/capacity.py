@@ -15,7 +15,7 @@ from everstep.model.job_view import JobView
 from everstep.net.rendezvous import SECRET_FILE, master_address
 from everstep.platforms.agents import AgentsElsewhere, LocalAgents
 from everstep.platforms.capacity import AgentPlatform, Capacity
-from everstep.platforms.cluster_capacity import ClusterAgents
+from everstep.platforms.cluster_capacity import ClusterAgents, ClusterMemory
 from everstep.platforms.command_capacity import CommandCapacity
 from everstep.platforms.fleet import Remember
 from everstep.platforms.fleet_runner import FleetRunner, StandIns
@@ -67,13 +67,13 @@ def make_fleet(
         agents = LocalAgents(run_dir, at, spec.capacity_workers, spec.capacity_ps)
         most = spec.capacity_nodes or source.most
     elif kind in CLUSTERS:
-        cluster = make_cluster(spec, run_dir, join, say)
+        cluster, memory = make_cluster(spec, run_dir, join, say)
         return FleetRunner(
             cluster,
             ClusterAgents(cluster, drain),
             spec.capacity_nodes,
             lambda: fetch() is not None,
-            remember,
+            lambda fact: remember_once(fact, memory, remember),
             say,
             lambda: cluster_wants(spec, fetch(), cluster.going()),
         )
@@ -83,6 +83,15 @@ def make_fleet(
         most = spec.capacity_nodes
     wants = (lambda: stand_ins(fetch())) if fallback_s(spec) else None
     return FleetRunner(source, agents, most, lambda: fetch() is not None, remember, say, wants)
+
+
+def remember_once(fact: Remember, memory: ClusterMemory, remember: Callable[[Remember], None]) -> None:
+    """Have the journal say what became of a node, unless an earlier ``everstep run`` had it say so. Raise what
+    ``remember`` raises, PlatformError."""
+    node, offer = fact.grant.node, fact.grant.offer
+    if not memory.has(node, fact.step):
+        remember(fact)
+        memory.told(node, fact.step, offer)
 
 
 def cluster_wants(spec: JobSpec, view: JobView | None, going: Mapping[NodeId, float | None]) -> StandIns | None:

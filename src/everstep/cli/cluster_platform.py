@@ -28,10 +28,10 @@ from everstep.platforms.cluster_capacity import (
     LEAD_S,
     STATE_FILE,
     ClusterCapacity,
+    ClusterMemory,
     ClusterPort,
     new_state,
     read_state,
-    write_state,
 )
 from everstep.platforms.cluster_nodes import ClusterNodes
 from everstep.platforms.slurm_jobs import SlurmSettings
@@ -92,23 +92,21 @@ def slurm_settings(spec: JobSpec) -> SlurmSettings:
     return SlurmSettings(*of, cpus, spec.node_gpus)
 
 
-def make_cluster(spec: JobSpec, run_dir: Path, at: str, say: Callable[[str], None]) -> ClusterCapacity:
-    """Return the machines of a job. ``at``: HOST:PORT of its master. What an earlier ``everstep run`` left is taken
-    over; if its master was elsewhere, it is given back. Raise PlatformError."""
+def make_cluster(
+    spec: JobSpec, run_dir: Path, at: str, say: Callable[[str], None]
+) -> tuple[ClusterCapacity, ClusterMemory]:
+    """Return the machines of a job, and what is remembered of them. ``at``: HOST:PORT of its master. What an earlier
+    ``everstep run`` left is taken over; if its master was elsewhere, it is given back. Raise PlatformError."""
     state = read_state(run_dir)
     if state is not None and state.at != at:
         with contextlib.suppress(PlatformError):
             make_port(spec, run_dir, state.group, at, say).close()
-        state = None
+        state = new_state(spec.name, at, state)
     kept = state or new_state(spec.name, at)
-    write_state(run_dir, kept)
-
-    def keep(number: int) -> None:
-        kept.number = number
-        write_state(run_dir, kept)
-
-    nodes = ClusterNodes(parse_capacity(spec.capacity).kind, LEAD_S, kept.number)
-    return ClusterCapacity(make_port(spec, run_dir, kept.group, at, say), nodes, keep, say)
+    memory = ClusterMemory(run_dir, kept)
+    nodes = ClusterNodes(parse_capacity(spec.capacity).kind, LEAD_S, kept.number, kept.held)
+    port = make_port(spec, run_dir, kept.group, at, say)
+    return ClusterCapacity(port, nodes, memory.keep, say, forget=memory.forget), memory
 
 
 def make_port(spec: JobSpec, run_dir: Path, group: str, at: str, say: Callable[[str], None]) -> ClusterPort:

@@ -159,7 +159,11 @@ class Spending:
             self._points.append((at, fact.recorded_s))
         match fact.step:
             case CapacityStep.GRANTED:
-                places = self._open[fact.node].places if fact.node in self._open else 0
+                known = self._open.get(fact.node)
+                of = (fact.hardware, fact.zone, fact.market, fact.price)
+                if known is not None and known.granted and of == (known.hardware, known.zone, known.market, known.usd):
+                    return  # an ``everstep run`` that was started again may have said it again
+                places = known.places if known is not None else 0
                 self._gone(fact.node, at)
                 new = _Machine(fact.node, fact.hardware, fact.zone, fact.market, at, usd=fact.price, granted=True)
                 new.recorded, new.places = (fact.recorded_s, None), places

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ import msgspec
 from everstep.bounds import MALFORMED
 from everstep.errors import PlatformError
 from everstep.ids import NodeId
-from everstep.model.capacity import CapacityNews, Grant, Market, Offer
+from everstep.model.capacity import CapacityNews, CapacityStep, Grant, Market, Offer
 from everstep.platforms.agents import AgentEnded
 from everstep.platforms.cluster_nodes import AddNodes, CancelNode, ClusterNodes, NodeAction, NodeState, SeenNode
 from everstep.storage.atomic import write_atomic
@@ -55,11 +56,12 @@ class ClusterPort(Protocol):
 class ClusterState(msgspec.Struct):
     """Is what ``RUN_DIR/platform.json`` keeps for an ``everstep run`` that is started again. ``group``: the name that
     all nodes of the job bear in the cluster. ``at``: HOST:PORT of the master that they know. ``number``: of the newest
-    node."""
+    node. ``held``: nodes of which the journal says that the job has them."""
 
     group: str
     at: str
     number: int = 0
+    held: dict[NodeId, Offer] = {}
 
 
 _decoder = msgspec.json.Decoder(ClusterState)
@@ -73,14 +75,54 @@ def read_state(run_dir: Path) -> ClusterState | None:
         return None
 
 
-def new_state(name: str, at: str) -> ClusterState:
-    """Return the state of a job that has no nodes yet. ``name``: of the job."""
-    return ClusterState(f"everstep-{name}-{secrets.token_hex(4)}", at)
+def new_state(name: str, at: str, before: ClusterState | None = None) -> ClusterState:
+    """Return the state of a job that has no nodes in its group yet. ``name``: of the job. ``before``: of its group of
+    before, whose nodes are gone, which its journal does not say yet."""
+    group = f"everstep-{name}-{secrets.token_hex(4)}"
+    return ClusterState(group, at, before.number, before.held) if before is not None else ClusterState(group, at)
 
 
 def write_state(run_dir: Path, state: ClusterState) -> None:
     """Write it, durable on return. Raise PlatformError."""
     write_atomic(run_dir / STATE_FILE, msgspec.json.encode(state))
+
+
+class ClusterMemory:
+    """Is ``RUN_DIR/platform.json`` while its ``everstep run`` lives. Any thread may call it."""
+
+    def __init__(self, run_dir: Path, state: ClusterState) -> None:
+        self._run_dir, self._state, self._lock = run_dir, state, threading.Lock()
+        write_state(run_dir, state)
+
+    def __repr__(self) -> str:
+        return f"<memory of {self._state.group}, {len(self._state.held)} held>"
+
+    def keep(self, number: int) -> None:
+        """Keep the number of the newest node, durable on return. Raise PlatformError."""
+        with self._lock:
+            self._state.number = number
+            write_state(self._run_dir, self._state)
+
+    def has(self, node: NodeId, step: CapacityStep) -> bool:
+        """Return whether the journal has this fact, since an earlier ``everstep run`` told it."""
+        with self._lock:
+            return step is CapacityStep.GRANTED and node in self._state.held
+
+    def told(self, node: NodeId, step: CapacityStep, offer: Offer) -> None:
+        """Note that the journal has this fact now. Raise PlatformError."""
+        with self._lock:
+            if step is CapacityStep.GRANTED:
+                self._state.held[node] = offer
+            elif step is CapacityStep.WARNED or self._state.held.pop(node, None) is None:
+                return
+            write_state(self._run_dir, self._state)
+
+    def forget(self) -> None:
+        """The job is suspended or over: it holds nothing, and its journal says so. Raise PlatformError."""
+        with self._lock:
+            if self._state.held:
+                self._state.held.clear()
+                write_state(self._run_dir, self._state)
 
 
 class ClusterCapacity:
@@ -93,8 +135,11 @@ class ClusterCapacity:
         keep: Callable[[int], None],
         say: Callable[[str], None],
         now: Callable[[], float] = time.monotonic,
+        forget: Callable[[], None] = lambda: None,
     ) -> None:
-        """``keep`` makes the number of the newest node durable, before the cluster hears of it."""
+        """``keep`` makes the number of the newest node durable, before the cluster hears of it. ``forget``: the job
+        holds nothing any more."""
+        self._forget = forget
         self._port, self._nodes, self._keep, self._say, self._now = port, nodes, keep, say, now
         self.name, self.every_s = port.name, port.every_s
         self._news: list[CapacityNews] = []
@@ -120,6 +165,7 @@ class ClusterCapacity:
         self._nodes.request(count)
         if not count:
             self._look()
+            self._forget()
 
     def release(self, node: NodeId) -> None:
         self._do(self._nodes.release(node))

@@ -7,7 +7,7 @@ the list, on how many nodes are wanted, and on what the list said before. So a l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Final, NamedTuple
 
@@ -75,13 +75,15 @@ NodeAction = AddNodes | CancelNode | SayLine
 
 class NodeRecord(msgspec.Struct):
     """Is what is known of a node. ``asked_at``: when it was asked for, or first seen. ``granted_at``: when the job got
-    it, -1.0: not yet. ``warned``: it goes, and does not count any more; ``ends_at``: when, None: soon."""
+    it, -1.0: not yet. ``warned``: it goes, and does not count any more; ``ends_at``: when, None: soon. ``before``: an
+    earlier ``everstep run`` had it; None: it had not."""
 
     asked_at: float
     seen: bool = False
     granted_at: float = -1.0
     warned: bool = False
     ends_at: float | None = None
+    before: Offer | None = None
 
 
 class ClusterLook(NamedTuple):
@@ -93,11 +95,16 @@ class ClusterLook(NamedTuple):
 
 class ClusterNodes:
     """Holds the nodes that a job has of a cluster. ``prefix``: of their names. ``lead_s``: a node whose end is known is
-    emptied so long before it. ``number``: of the last name that was used; a name is used once."""
+    emptied so long before it. ``number``: of the last name that was used; a name is used once. ``before``: the nodes
+    that an earlier ``everstep run`` had when it ended. One of these that is no more is told as granted and gone."""
 
-    def __init__(self, prefix: str, lead_s: float, number: int = 0) -> None:
+    def __init__(
+        self, prefix: str, lead_s: float, number: int = 0, before: Mapping[NodeId, Offer] | None = None
+    ) -> None:
         self._prefix, self._lead_s, self.number = prefix, lead_s, number
-        self._known: dict[NodeId, NodeRecord] = {}
+        self._known: dict[NodeId, NodeRecord] = {
+            node: NodeRecord(0.0, seen=True, before=offer) for node, offer in (before or {}).items()
+        }
         self._released: set[NodeId] = set()
         self._wanted = 0
         self._failures, self._not_before, self._over = 0, 0.0, False
@@ -146,8 +153,7 @@ class ClusterNodes:
             record = self._known[node]
             if record.seen or now - record.asked_at >= APPEAR_S:
                 del self._known[node]
-                if record.granted_at >= 0:
-                    news.append(Gone(node))
+                _tell_gone(node, record, news)
         self._released &= here
         self._settle(now, actions)
         return ClusterLook(news, actions)
@@ -187,10 +193,8 @@ class ClusterNodes:
         del self._known[seen.node]
         self._released.add(seen.node)
         actions.append(CancelNode(seen.node))
-        granted = record.granted_at >= 0
-        if granted:
-            news.append(Gone(seen.node))
-        else:
+        granted = _tell_gone(seen.node, record, news)
+        if not granted:
             self._wait(now)
         if not seen.failed or record.warned or (granted and now - record.granted_at >= STEADY_S):
             return
@@ -211,7 +215,7 @@ class ClusterNodes:
                 actions += self.release(node)
             return
         counted = [node for node, record in self._known.items() if not record.warned]
-        waiting = [node for node in counted if self._known[node].granted_at < 0]
+        waiting = [node for node in counted if self._known[node].granted_at < 0 and self._known[node].before is None]
         for node in waiting[len(waiting) - max(0, min(len(waiting), len(counted) - self._wanted)) :]:
             actions += self.release(node)
         lack = self._wanted - len(counted)
@@ -223,3 +227,13 @@ class ClusterNodes:
             names.append(NodeId(f"{self._prefix}-{self.number}"))
             self._known[names[-1]] = NodeRecord(now)
         actions.append(AddNodes(tuple(names)))
+
+
+def _tell_gone(node: NodeId, record: NodeRecord, news: list[CapacityNews]) -> bool:
+    """Add the news that a node is gone. Return whether the job had it."""
+    if record.granted_at < 0:
+        if record.before is None:
+            return False
+        news.append(Grant(node, record.before))
+    news.append(Gone(node))
+    return True
