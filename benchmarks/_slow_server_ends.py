@@ -72,13 +72,13 @@ def _back(s: float, part: Part) -> Figures:
     moved, back = (said.moved(at[0]) if at else nan for at in (moves, backs))
     slow, well, end = slow_at - began, well_at - began, float(done[-1, 0])
     healthy = rate(done, 0.3 * slow, slow)
-    settled = moves[-1] - began if moves else slow
+    committed_everywhere = moves[-1] - began if moves else slow
     return run | {
         "healthy_samples_per_s": healthy,
         "to_moved_s": moved - slow_at,
         "to_back_s": back - well_at,
         "before": rate(done, slow, moves[0] - began if moves else well) / healthy,
-        "moved": rate(done, settled + WINDOW_S, well) / healthy,
+        "moved": rate(done, committed_everywhere + WINDOW_S, well) / healthy,
         "after": rate(done, back - began + WINDOW_S if backs else well, end) / healthy,
         "buckets_healthy": said.partitions(slow_at),
         "buckets_moved": said.partitions(well_at),

@@ -55,16 +55,16 @@ class _Training:
 
     def step(self) -> tuple[float, float]:
         """Seconds of a step, and of those at its boundary."""
-        from everstep.model.group import Mark
+        from everstep.model.group import Position
 
         began = time.perf_counter()
         self._optimizer.zero_grad()
         self._model(self._batch).square().mean().backward()
         self._optimizer.step()
         trained = time.perf_counter()
-        step = self._state.mark.step + 1
-        self._state.mark = Mark(step)
-        self._writer.settled(step)
+        step = self._state.position.step + 1
+        self._state.position = Position(step)
+        self._writer.committed_everywhere(step)
         self._writer.boundary()
         end = time.perf_counter()
         return end - began, end - trained

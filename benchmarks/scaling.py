@@ -35,7 +35,7 @@ def tell(*words: str | Path) -> None:
         raise RuntimeError(f"everstep {' '.join(map(str, words))}: {done.stdout}{done.stderr}")
 
 
-def settled(job: Job, ps: int) -> bool:
+def committed_everywhere(job: Job, ps: int) -> bool:
     status = job.status()
     if status is None:
         return False
@@ -46,13 +46,13 @@ def settled(job: Job, ps: int) -> bool:
 def live(home: Path, epochs: int) -> dict[str, float]:
     job = Job.start(home, [*FLAGS, "--ps", "2"], epochs, BATCH, LIMIT_S)
     try:
-        job.wait_for(lambda: job.samples_done() > 0 and settled(job, 2))
+        job.wait_for(lambda: job.samples_done() > 0 and committed_everywhere(job, 2))
         time.sleep(SETTLE_S)
         spans = {}
         for name, ps in (("out", 4), ("in", 2)):
             begin = time.time()
             tell("scale", job.run_dir, "--ps", str(ps))
-            job.wait_for(lambda ps=ps: settled(job, ps))  # type: ignore[misc]
+            job.wait_for(lambda ps=ps: committed_everywhere(job, ps))  # type: ignore[misc]
             spans[name] = (begin, time.time())
             time.sleep(SETTLE_S)
         tell("stop", job.run_dir)

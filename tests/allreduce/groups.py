@@ -24,7 +24,7 @@ from everstep.allreduce.collective import Alone
 from everstep.allreduce.group_engine import GroupEngine
 from everstep.allreduce.step import LeaveJob, StepAttempt, VoteOutcome
 from everstep.config.spec import JobSpec
-from everstep.model.group import Group, Mark, StepSplit
+from everstep.model.group import Group, Position, StepSplit
 from everstep.model.shard import ShardSchedule
 from everstep.policies.step_split import cut_step
 
@@ -84,7 +84,7 @@ class ScriptedSession:
 
     def __init__(self, spec: JobSpec, collective: Gloo, redo: frozenset[int] = frozenset()) -> None:
         self.spec, self.collective = spec, collective
-        self.mark = Mark()
+        self.position = Position()
         self.split = StepSplit()
         self.before_end: Callable[[Any], None] | None = None
         self.redo = set(redo)
@@ -98,9 +98,9 @@ class ScriptedSession:
         self, dataset: int, until_epoch: int, plan: ShardSchedule, batch_samples: int, largest: int = 0
     ) -> StepAttempt | None:
         self.rehearsing, self.rehearse = self.rehearse, False
-        cut = cut_step(self.mark, plan, until_epoch, batch_samples, self.spec, 1) if self.rehearsing else None
+        cut = cut_step(self.position, plan, until_epoch, batch_samples, self.spec, 1) if self.rehearsing else None
         return cut and StepAttempt.of(
-            msgspec.structs.replace(cut, micros=(cut.micros[0][:1],)), self.mark, 1, 0, Alone()
+            msgspec.structs.replace(cut, micros=(cut.micros[0][:1],)), self.position, 1, 0, Alone()
         )
 
     def rehearsed(self) -> None:
@@ -111,18 +111,18 @@ class ScriptedSession:
         self.dataset, self.until, self.plan, self.batch = dataset, until_epoch, plan, batch_samples
 
     def begin(self) -> StepAttempt | None:
-        if self.mark.step == self.leave_at:
+        if self.position.step == self.leave_at:
             raise LeaveJob(143)
         c = self.collective
-        cut = cut_step(self.mark, self.plan, self.until, self.batch, self.spec, c.size, self.split)
+        cut = cut_step(self.position, self.plan, self.until, self.batch, self.spec, c.size, self.split)
         if cut is None:
             if self.before_end is not None:
                 self.before_end(c)
             return None
-        if self.mark.step in self.break_at:
-            self.break_at.discard(self.mark.step)
+        if self.position.step in self.break_at:
+            self.break_at.discard(self.position.step)
             c.fail_next = True
-        return StepAttempt.of(cut, self.mark, 1, c.rank, c)
+        return StepAttempt.of(cut, self.position, 1, c.rank, c)
 
     def vote(self, step: StepAttempt, digest: int, nonfinite: bool, state: int = 0) -> VoteOutcome:
         if step.size > 1:
@@ -141,14 +141,14 @@ class ScriptedSession:
 
     def done(self, step: StepAttempt, stepped: bool = True) -> None:
         self.log.append((step.number, step.lo, step.hi, self._outcome.value))
-        self.mark = Mark(step.number + 1, step.dataset, step.epoch, step.hi)
+        self.position = Position(step.number + 1, step.dataset, step.epoch, step.hi)
 
     def grouped(self, group: Group) -> None: ...
 
     def welcomed(self) -> None: ...
 
     def leave_soon(self, status: int) -> bool:
-        self.leave_at = self.mark.step + 1
+        self.leave_at = self.position.step + 1
         return True
 
     def fail(self, error: Exception) -> None: ...

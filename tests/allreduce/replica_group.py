@@ -14,7 +14,7 @@ from replica_runs import Run
 from everstep.allreduce.replica_sync import ReplicaSync
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, NodeId, Slot
-from everstep.model.group import Group, GroupMember, Mark
+from everstep.model.group import Group, GroupMember, Position
 
 WAIT_S = 60.0
 
@@ -75,7 +75,7 @@ class Worker:
 
     @property
     def step(self) -> int:
-        return self.run.state.mark.step
+        return self.run.state.position.step
 
     def train(self, steps: int = 1, **how: bool) -> None:
         for _ in range(steps):
@@ -87,12 +87,12 @@ def group_of(generation: int, workers: Sequence[Worker], **more: Any) -> Group:
     return Group(generation=generation, members=tuple(w.member for w in workers), **{"origin": 1, **more})
 
 
-def agree(generation: int, workers: Sequence[Worker], **more: Any) -> list[Mark]:
+def agree(generation: int, workers: Sequence[Worker], **more: Any) -> list[Position]:
     """All at once; raises what the first of them raises."""
     group = group_of(generation, workers, **more)
     exchange = Exchange(len(workers))
 
-    def one(rank: int) -> Mark:
+    def one(rank: int) -> Position:
         try:
             return workers[rank].replica.agree(group, rank, exchange.gather(rank))
         except BaseException:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from everstep.allreduce.state import ReplicaState
-from everstep.model.group import Mark
+from everstep.model.group import Position
 
 torch.set_num_threads(1)  # (small tensors; other tests run beside)
 
@@ -50,7 +50,7 @@ class Run:
 
     def step(self, clip: bool = True) -> None:
         """One step on data that depends on its number alone."""
-        generator = torch.Generator().manual_seed(1000 + self.state.mark.step)
+        generator = torch.Generator().manual_seed(1000 + self.state.position.step)
         x, y = torch.randn(16, 4, generator=generator), torch.randint(0, 2, (16,), generator=generator)
         for optimizer in self.optimizers:
             optimizer.zero_grad()
@@ -66,5 +66,5 @@ class Run:
         self.average.update_parameters(self.model)
         for scheduler in self.schedulers:
             scheduler.step()
-        mark = self.state.mark
-        self.state.mark = Mark(mark.step + 1, 0, 0, mark.position + 16)
+        position = self.state.position
+        self.state.position = Position(position.step + 1, 0, 0, position.sample + 16)

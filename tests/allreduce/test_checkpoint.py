@@ -20,7 +20,7 @@ from everstep.cli.checkpoint import checkpoint as verbs
 from everstep.config.spec import JobSpec
 from everstep.errors import CheckpointError
 from everstep.machines.idle_slot import IdleSlot
-from everstep.model.group import Mark
+from everstep.model.group import Position
 from everstep.model.snapshot import REPLICA_VERSION, Manifest, ReplicaCopy
 from everstep.net.messages import RequestType, TakeReplica
 from everstep.net.retry import Deadline
@@ -55,9 +55,9 @@ def save(run: Run, where: Path, checkpoint: int) -> Manifest:
     writer = ReplicaWriter(run.state, runtime)
     writer.order(TakeReplica(checkpoint, str(where)))
     writer.boundary()
-    writer.settled(run.state.mark.step)
+    writer.committed_everywhere(run.state.position.step)
     wait(lambda: writer.idle)
-    assert writer.saved == run.state.mark
+    assert writer.saved == run.state.position
     snapshot = runtime.told[-1].replica
     assert isinstance(snapshot, ReplicaCopy) and runtime.told[-1].error == ""
     manifest = Manifest(
@@ -88,7 +88,7 @@ def test_a_checkpoint_comes_back_with_the_same_bits(tmp_path: Path) -> None:
     manifest = latest_intact(place)
     other = Run(5)
     other.state.load(read_replica(place, manifest))
-    assert other.state.digest() == run.state.digest() and other.state.mark == run.state.mark
+    assert other.state.digest() == run.state.digest() and other.state.position == run.state.position
 
 
 def test_training_goes_on_while_it_is_written_and_it_is_told_when_all_have_its_steps(tmp_path: Path) -> None:
@@ -104,12 +104,12 @@ def test_training_goes_on_while_it_is_written_and_it_is_told_when_all_have_its_s
     wait(lambda: list(tmp_path.glob("images/000001/replica-*.rep")))
     writer.order(TakeReplica(1, str(tmp_path)))  # (the master says it again)
     assert not runtime.told  # a step before it may still be undone
-    writer.settled(2)
+    writer.committed_everywhere(2)
     assert not runtime.told
-    writer.settled(3)
+    writer.committed_everywhere(3)
     wait(lambda: writer.saved)
     snapshot = runtime.told[-1].replica
-    assert isinstance(snapshot, ReplicaCopy) and snapshot.mark == Mark(3, 0, 0, 48) and len(runtime.told) == 2
+    assert isinstance(snapshot, ReplicaCopy) and snapshot.position == Position(3, 0, 0, 48) and len(runtime.told) == 2
     write_manifest(
         open_place(tmp_path),
         Manifest(job="toy", checkpoint=1, at=1.0, seed=0, partitions=1, snapshots=(), replica=snapshot),
@@ -136,7 +136,7 @@ def test_a_checkpoint_that_nobody_waits_for_takes_the_idle_slots_of_steps(
     hurry: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = trained()
-    digest, mark = run.state.digest(), run.state.mark
+    digest, position = run.state.digest(), run.state.position
     monkeypatch.setattr("everstep.allreduce.replica_checkpoint.IdleSlot", WatchedSlot)
     monkeypatch.setattr("everstep.allreduce.replica_checkpoint.SILENT_S", 3600.0)
     monkeypatch.setattr("everstep.allreduce.replica_checkpoint.PACED_S", 3600.0)
@@ -145,7 +145,7 @@ def test_a_checkpoint_that_nobody_waits_for_takes_the_idle_slots_of_steps(
     writer = ReplicaWriter(run.state, runtime)
     writer.order(TakeReplica(1, str(tmp_path), idle=True))
     writer.boundary()
-    writer.settled(mark.step)
+    writer.committed_everywhere(position.step)
     wait(lambda: WatchedSlot.put_off > before)  # (and for an hour nothing happens without a step)
     assert not writer.idle and not list(tmp_path.glob("images/000001/replica-*.rep"))
     run.step()  # what is written is the copy
@@ -155,7 +155,7 @@ def test_a_checkpoint_that_nobody_waits_for_takes_the_idle_slots_of_steps(
     else:
         wait(lambda: writer.boundary() or writer.idle)
     snapshot = runtime.told[-1].replica
-    assert isinstance(snapshot, ReplicaCopy) and snapshot.mark == mark
+    assert isinstance(snapshot, ReplicaCopy) and snapshot.position == position
     write_manifest(
         open_place(tmp_path),
         Manifest(job="toy", checkpoint=1, at=1.0, seed=0, partitions=1, snapshots=(), replica=snapshot),
@@ -282,7 +282,7 @@ def test_an_object_store_takes_it_too(tmp_path: Path) -> None:
     writer = ReplicaWriter(run.state, runtime)
     writer.order(TakeReplica(1, url))
     writer.boundary()
-    writer.settled(3)
+    writer.committed_everywhere(3)
     wait(lambda: writer.saved)
     snapshot = runtime.told[-1].replica
     place = open_place(url)

@@ -23,7 +23,7 @@ from everstep.allreduce.collective import CollectiveError
 from everstep.allreduce.device_group import DeviceCollective
 from everstep.allreduce.devices import DevicePlace, Way, choose, device_for, place_of, version_number
 from everstep.allreduce.environment import LOCAL_VARIABLE, NCCL_ENVIRONMENT, NCCL_VARIABLE
-from everstep.allreduce.gradient_buckets import digest, measure_there, told
+from everstep.allreduce.gradient_buckets import digest, measure_there, read_digests
 from everstep.allreduce.group_buffers import _integers, _words, integers_there, words_there
 from everstep.allreduce.group_store import GroupStore
 from everstep.allreduce.nccl import NcclGroup
@@ -107,13 +107,13 @@ def test_a_digest_computed_on_the_device_is_that_of_the_host(dtype: torch.dtype,
         if bad is not None:
             flat[count // 2] = bad
         sums, finite = sum_bits(flat.view(torch.uint8).numpy(), name)
-        assert told([measure_there(flat)]) == [digest(flat)] == [(sums & (1 << 62) - 1, finite)]
+        assert read_digests([measure_there(flat)]) == [digest(flat)] == [(sums & (1 << 62) - 1, finite)]
 
 
 def test_digests_come_in_their_order_wherever_they_were_computed() -> None:
     tensors = [torch.full((n,), float(n)) for n in (3, 8, 5)]
     mixed = [measure_there(tensors[0]), digest(tensors[1]), measure_there(tensors[2])]
-    assert told(mixed) == [digest(f) for f in tensors]
+    assert read_digests(mixed) == [digest(f) for f in tensors]
 
 
 def test_integers_of_buffers_travel_as_on_the_cpu() -> None:
@@ -463,12 +463,12 @@ def test_training_on_a_gpu_leaves_no_trace_of_a_redone_step_and_its_state_goes_t
             loss_of(model, {name: value.to(FIRST) for name, value in one.items()}).backward()
             opt.step()
         state = ReplicaState(member.engine.models, member.engine.inner, {})
-        packed, before = state.snapshot(), state.quick_digest()
+        serialized, before = state.snapshot(), state.quick_digest()
         with torch.no_grad():
             for p in model.parameters():
                 p.zero_()
-        state.load(packed)
-        assert packed.body.device == CPU and state.quick_digest() == before
+        state.load(serialized)
+        assert serialized.body.device == CPU and state.quick_digest() == before
         return values(model)
 
     once, redone = alone(JobSpec(), script), alone(JobSpec(), script, redo=frozenset({0, 3}))

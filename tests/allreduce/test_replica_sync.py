@@ -16,7 +16,7 @@ from everstep.allreduce import handover, state_source
 from everstep.allreduce.replica_sync import ReplicaSync
 from everstep.allreduce.state import ReplicaState
 from everstep.errors import EverstepError, ScriptError
-from everstep.model.group import Mark
+from everstep.model.group import Position
 from everstep.net.auth import create_secret
 from everstep.net.rendezvous import SECRET_FILE
 
@@ -48,7 +48,7 @@ def train_until(workers: list[Worker], done: threading.Event, most: int = 400) -
 
 def test_a_first_group_begins_where_the_script_began(hire) -> None:
     workers = [hire(0), hire(1), hire(2)]
-    assert agree(1, workers) == [Mark()] * 3
+    assert agree(1, workers) == [Position()] * 3
     assert len(digests(workers)) == 1 and all(w.replica.has_state for w in workers)
 
 
@@ -75,8 +75,8 @@ def test_a_joiner_follows_and_enters_with_nothing_left_to_copy(hire) -> None:
     for w in old:
         w.train(50)
     before = [w.step for w in old]
-    marks = agree(2, [*old, new])
-    assert [m.step for m in marks] == [before[0]] * 3
+    positions = agree(2, [*old, new])
+    assert [m.step for m in positions] == [before[0]] * 3
     assert len(digests([*old, new])) == 1
     for w in (*old, new):
         w.train(5)
@@ -102,10 +102,10 @@ def test_a_state_that_cannot_be_followed_is_copied_where_the_scripts_of_all_othe
         assert time.monotonic() < end
         for w in old:
             w.replica.idle()  # (as a worker does behind its script)
-    assert new.replica.has_state and new.replica.line == 1 and new.step == old[0].step == 3
+    assert new.replica.has_state and new.replica.lineage == 1 and new.step == old[0].step == 3
     assert len(digests([*old, new])) == 1
     new.replica.follow(group_of(1, old, over=True))  # (as often as it is told)
-    agree(2, [new], origin=2)
+    agree(2, [new], lineage=2)
     assert new.run.state.digest() == hire(3, seed=9).run.state.digest(), "the state that the script made was not kept"
 
 
@@ -265,7 +265,7 @@ def test_a_state_of_a_void_origin_counts_as_none(hire) -> None:
     train_until(old, new.synced)
     old[0].replica.close()
     fresh = hire(0, incarnation=2)
-    assert agree(7, [new, fresh], origin=7) == [Mark()] * 2
+    assert agree(7, [new, fresh], lineage=7) == [Position()] * 2
     assert len(digests([new, fresh])) == 1
     assert new.run.state.parameter_digests() == hire(5).run.state.parameter_digests()
 
@@ -288,7 +288,7 @@ def test_a_group_that_breaks_in_mid_agreement_agrees_in_the_next(hire) -> None:
         rounds += 1
         if rounds == 2:
             raise LostError
-        there = [1, 0, *(old[0].run.state.mark.step, 0, 0, 0)]
+        there = [1, 0, *(old[0].run.state.position.step, 0, 0, 0)]
         return [there, there, values]
 
     with pytest.raises(LostError):

@@ -39,7 +39,7 @@ from everstep.errors import (
     ReplicasDifferError,
 )
 from everstep.ids import Incarnation, NodeId, Slot
-from everstep.model.group import Committed, Group, GroupMember, Mark
+from everstep.model.group import Committed, Group, GroupMember, Position
 from everstep.model.reasons import LeaveReason
 from everstep.model.shard import ShardSchedule
 from everstep.net.messages import RequestType
@@ -51,16 +51,16 @@ WAIT_S = 60.0
 
 class State:
     def __init__(self) -> None:
-        self.mark = Mark()
+        self.position = Position()
         self.loop = 0
         self.sum = 0  # the "model": how many samples it has seen
         self.rate = 0  # the "scheduler": the script steps it after each loop
 
     def snapshot(self) -> Any:
-        return self.mark, self.loop, self.sum, self.rate
+        return self.position, self.loop, self.sum, self.rate
 
-    def load(self, packed: Any, what: str) -> None:
-        self.mark, self.loop, self.sum, self.rate = packed
+    def load(self, serialized: Any, what: str) -> None:
+        self.position, self.loop, self.sum, self.rate = serialized
 
     def devices(self) -> set[torch.device]:
         return set()
@@ -73,33 +73,33 @@ class Keeper:
         self.state = state
         self.address = None
         self.has_state = False
-        self.line = -1
+        self.lineage = -1
         self.on_synced: Callable[[], None] | None = None
         self.copy: Any = None
         self.on_error: Callable[[EverstepError], None] | None = None
 
     def follow(self, group: Group) -> None: ...
 
-    def agree(self, group: Group, rank: int, gather: Callable[[list[int]], list[list[int]]]) -> Mark:
-        mark = self.state.mark
-        step = mark.step if self.has_state else -1
+    def agree(self, group: Group, rank: int, gather: Callable[[list[int]], list[list[int]]]) -> Position:
+        position = self.state.position
+        step = position.step if self.has_state else -1
         loop, total, rate = self.state.loop, self.state.sum, self.state.rate
-        step, loop, dataset, epoch, position, total, rate = max(
-            gather([step, loop, mark.dataset, mark.epoch, mark.position, total, rate])
+        step, loop, dataset, epoch, sample, total, rate = max(
+            gather([step, loop, position.dataset, position.epoch, position.sample, total, rate])
         )
         self.has_state = True
         if step < 0:
             return group.begin
         self.state.loop, self.state.sum, self.state.rate = loop, total, rate
-        return Mark(step, dataset, epoch, position)
+        return Position(step, dataset, epoch, sample)
 
     def boundary(self) -> None: ...
 
     def idle(self) -> None: ...
 
-    def settled(self, step: int) -> None: ...
+    def committed_everywhere(self, step: int) -> None: ...
 
-    def sure(self) -> None: ...
+    def journaled(self) -> None: ...
 
     def compare(self, group: Group, rank: int, gather: Callable[[list[int]], list[list[int]]]) -> None: ...
 
@@ -120,7 +120,7 @@ class Runtime:
         self.asked.append(request)
         if isinstance(request, GroupAsked):
             step = max((c.last + 1 for c in self.world.steps), default=0)
-            then(Grouped(self.world.newest, Mark(step, 0, 0, 0)))
+            then(Grouped(self.world.newest, Position(step, 0, 0, 0)))
         else:
             if isinstance(request, StepsCommitted):
                 self.world.told(request.steps)
@@ -131,7 +131,7 @@ class Runtime:
         if isinstance(request, GroupAsked):
             done = [c for c in self.world.steps if c.dataset == request.dataset]
             epoch, position = (done[-1].epoch, done[-1].hi) if done else (0, 0)
-            return Grouped(self.world.newest, Mark(0, request.dataset, epoch, position))
+            return Grouped(self.world.newest, Position(0, request.dataset, epoch, position))
         return Ok()
 
     def said(self, kind: type) -> list[Any]:
@@ -216,12 +216,12 @@ class World:
             self.members[slot] = Member(self, slot)
         return [self.members[s] for s in slots]
 
-    def publish(self, *slots: int, lost: int | None = None, hold: str = "", origin: int = 1) -> Group:
+    def publish(self, *slots: int, lost: int | None = None, hold: str = "", lineage: int = 1) -> Group:
         self.generation += 1
         if lost is not None:
             self.lost.append((Slot(lost), Incarnation(1)))
         members = tuple(GroupMember(Slot(s), Incarnation(1), NodeId("node0")) for s in slots)
-        group = Group(generation=self.generation, members=members, lost=tuple(self.lost), hold=hold, origin=origin)
+        group = Group(generation=self.generation, members=members, lost=tuple(self.lost), hold=hold, lineage=lineage)
         self.newest = group
         for member in self.members.values():
             member.session.grouped(group)
@@ -246,7 +246,7 @@ class World:
         self.wait(lambda: all(group.generation in m.session.machine._ready for m in members))
 
     def reached(self, step: int, *slots: int) -> None:
-        self.wait(lambda: all(self.members[s].state.mark.step >= step for s in slots))
+        self.wait(lambda: all(self.members[s].state.position.step >= step for s in slots))
 
     def end(self, *slots: int, samples: int | None = None) -> None:
         """These end well, with the same state; what was told tiles the data exactly once."""
@@ -265,7 +265,7 @@ class World:
             at[c.first], at[c.last + 1] = place[c.first], place[c.last + 1] = c.lo, c.hi
             assert c.first <= step, f"a gap before {c}"
             step = max(step, c.last + 1)
-        assert self.steps[0].lo == 0 and step == self.members[slots[0]].state.mark.step
+        assert self.steps[0].lo == 0 and step == self.members[slots[0]].state.position.step
         assert max(c.hi for c in self.steps) == self.plan.samples
 
 
@@ -446,8 +446,8 @@ def test_who_copied_a_state_of_the_end_waits_until_the_journal_has_it(world: Wor
     world.publish(0)  # which has trained all, and cannot reach the master
     (newcomer,) = world.start(1)
     world.wait(lambda: bool(newcomer.runtime.said(GroupAsked)))
-    newcomer.state.loop, newcomer.state.mark = 2, Mark(5, 0, 1, 0)
-    newcomer.session.replica.line, newcomer.session.replica.has_state = 1, True
+    newcomer.state.loop, newcomer.state.position = 2, Position(5, 0, 1, 0)
+    newcomer.session.replica.lineage, newcomer.session.replica.has_state = 1, True
     newcomer.session._on_synced()
     asked = len(newcomer.runtime.said(GroupAsked))
     world.wait(lambda: len(newcomer.runtime.said(GroupAsked)) > asked + 2)
@@ -463,13 +463,13 @@ def test_a_script_that_is_beyond_the_loop_of_the_restored_state_begins_anew(worl
     world.publish(0)  # which trains
     (newcomer,) = world.start(1)
     world.wait(lambda: bool(newcomer.runtime.said(GroupAsked)))
-    newcomer.state.loop, newcomer.state.mark = 2, Mark(5, 0, 1, 0)
-    newcomer.session.replica.line, newcomer.session.replica.has_state = 1, True
+    newcomer.state.loop, newcomer.state.position = 2, Position(5, 0, 1, 0)
+    newcomer.session.replica.lineage, newcomer.session.replica.has_state = 1, True
     world.told((Committed(1, 4, 4, 0, 0, 1500, 1600),))
     newcomer.session._on_synced()
     world.wait(lambda: newcomer.session._loop == 2)
     world.generation = 4
-    world.publish(1, origin=5)
+    world.publish(1, lineage=5)
     newcomer.thread.join(WAIT_S)
     assert isinstance(newcomer.error, PlatformError) and "begins anew" in str(newcomer.error), newcomer.outcomes
     assert not newcomer.outcomes and newcomer.error.exit_code == 4  # (as the machine's: it is started again)
@@ -482,7 +482,7 @@ def test_the_end_of_a_line_that_is_void_is_no_end(world: World) -> None:
     world.wait(lambda: member.ended == "end")
     member.session.commits.done(Committed(1, 90, 90, 0, 0, 0, 1))
     member.session.commits.settle(91)
-    member.session.grouped(Group(generation=2, members=(), origin=2))
+    member.session.grouped(Group(generation=2, members=(), lineage=2))
     with pytest.raises(PlatformError, match="are void"):
         member.session.close()
     assert not member.runtime.said(GroupLeft)
@@ -588,7 +588,7 @@ def test_a_group_on_hold_waits_and_alone_one_goes_on(world: World) -> None:
     b.die()
     world.publish(0, lost=1, hold="1 of at least 2 workers")
     world.wait(lambda: a.session.machine.present is not None and a.session.machine.present.generation == 2)
-    assert a.state.mark.step == 3
+    assert a.state.position.step == 3
     world.publish(0)
     world.end(0)
     assert a.committed == list(range(len(a.committed)))

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from replica_runs import Run
 from torch import nn
 
-from everstep.allreduce.serialize import DEPTH_MAX, Packed, PackedHeader, Packer, Unpacker, encode_header
+from everstep.allreduce.serialize import DEPTH_MAX, Packer, SerializedHeader, SerializedState, Unpacker, encode_header
 from everstep.allreduce.state import ReplicaState
 from everstep.errors import CheckpointError, EverstepError, ScriptError
-from everstep.model.group import Mark
+from everstep.model.group import Position
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd", "adagrad"])
@@ -29,7 +29,7 @@ def test_a_loaded_state_trains_on_with_the_same_bits(optimizer: str) -> None:
     other = Run(1, optimizer)  # never stepped: its optimizers have no state yet
     assert other.state.digest() != one.state.digest()
     other.state.load(one.state.snapshot())
-    assert other.state.mark == one.state.mark == Mark(5, 0, 0, 80)
+    assert other.state.position == one.state.position == Position(5, 0, 0, 80)
     assert other.state.digest() == one.state.digest() and other.state.quick_digest() == one.state.quick_digest()
     for _ in range(20):
         one.step()
@@ -55,11 +55,11 @@ def test_a_snapshot_does_not_change_afterwards_and_its_buffer_is_used_again() ->
     run = Run()
     run.step()
     digest = run.state.digest()
-    packed = run.state.snapshot()
+    serialized = run.state.snapshot()
     run.step()
     later = run.state.snapshot()
     fresh = Run(7)
-    fresh.state.load(packed)
+    fresh.state.load(serialized)
     assert fresh.state.digest() == digest
     assert run.state.snapshot(later.body).body.data_ptr() == later.body.data_ptr()
 
@@ -150,8 +150,8 @@ trees = st.recursive(
 def test_plain_values_come_back_as_they_were(value: Any) -> None:
     packer = Packer()
     tree = packer.tree("x", value)
-    header = encode_header(PackedHeader(size_bytes=0, tensors=(), trees={"x": tree}), "x")
-    back = Unpacker(Packed(header, torch.empty(0, dtype=torch.uint8)), "x")
+    header = encode_header(SerializedHeader(size_bytes=0, tensors=(), trees={"x": tree}), "x")
+    back = Unpacker(SerializedState(header, torch.empty(0, dtype=torch.uint8)), "x")
     assert back.value(back.header.trees["x"]) == value
 
 
@@ -159,8 +159,8 @@ def test_tensors_and_arrays_within_values() -> None:
     packer = Packer()
     value = {"a": [torch.arange(3), np.float32(1.5)], "b": (np.arange(4).reshape(2, 2), torch.tensor(2.0))}
     tree = packer.tree("x", value)
-    header = PackedHeader(size_bytes=packer.size_bytes, tensors=tuple(packer.entries), trees={"x": tree})
-    back = Unpacker(Packed(encode_header(header, "x"), packer.pack()), "x").value(tree)
+    header = SerializedHeader(size_bytes=packer.size_bytes, tensors=tuple(packer.entries), trees={"x": tree})
+    back = Unpacker(SerializedState(encode_header(header, "x"), packer.pack()), "x").value(tree)
     assert torch.equal(back["a"][0], value["a"][0]) and back["a"][1] == np.float32(1.5)
     assert np.array_equal(back["b"][0], value["b"][0]) and back["b"][1] == torch.tensor(2.0)
 
@@ -196,23 +196,23 @@ def _other(**change: Any) -> ReplicaState:
 def test_a_state_of_another_script_is_refused_in_one_line() -> None:
     run = Run()
     run.step()
-    packed = run.state.snapshot()
+    serialized = run.state.snapshot()
     with pytest.raises(CheckpointError, match=r"parameter '0.weight' is float32 \[8, 4\] there, and float32 \[9, 4\]"):
-        _other(width=9).load(packed)
+        _other(width=9).load(serialized)
     two = Run(1)
     two.model.add_module("more", nn.Linear(1, 1))
     with pytest.raises(CheckpointError, match=r"has no parameter 'more.weight' of this model"):
-        two.state.load(packed)
+        two.state.load(serialized)
     with pytest.raises(CheckpointError, match=r"has parameter 'more.weight', which this model does not have"):
         Run(2).state.load(two.state.snapshot())
     two = Run(1)
     del two.state.tracked["average"]  # type: ignore[attr-defined]
     with pytest.raises(CheckpointError, match=r"has 'average' \(of job.track\), which this script does not have"):
-        two.state.load(packed)
+        two.state.load(serialized)
     two = Run(1)
     two.optimizers.pop()
     with pytest.raises(CheckpointError, match="has optimizer 1, which this script does not have"):
-        two.state.load(packed)
+        two.state.load(serialized)
 
 
 @settings(deadline=None)
@@ -221,12 +221,12 @@ def test_a_damaged_state_is_a_clear_error_or_the_same_values(data: st.DataObject
     """Of the header no byte can be changed so that something else than CheckpointError comes of it."""
     run = Run()
     run.step()
-    packed = run.state.snapshot()
-    header = bytearray(packed.header)
+    serialized = run.state.snapshot()
+    header = bytearray(serialized.header)
     for _ in range(data.draw(st.integers(1, 3))):
         header[data.draw(st.integers(0, len(header) - 1))] = data.draw(st.integers(0, 255))
     try:
-        unpacker = Unpacker(Packed(bytes(header), packed.body), "it")
+        unpacker = Unpacker(SerializedState(bytes(header), serialized.body), "it")
         for number in range(len(unpacker.header.tensors)):
             unpacker.view(number)
         for tree in unpacker.header.trees.values():
@@ -238,11 +238,11 @@ def test_a_damaged_state_is_a_clear_error_or_the_same_values(data: st.DataObject
 
 def test_cut_and_newer_states_are_refused() -> None:
     run = Run()
-    packed = run.state.snapshot()
+    serialized = run.state.snapshot()
     with pytest.raises(CheckpointError, match="cannot be read"):
-        run.state.load(Packed(packed.header[:-1], packed.body))
+        run.state.load(SerializedState(serialized.header[:-1], serialized.body))
     with pytest.raises(CheckpointError, match=r"has \d+ bytes of \d+"):
-        run.state.load(Packed(packed.header, packed.body[:-1]))
-    newer = msgspec.msgpack.encode({**msgspec.msgpack.decode(packed.header), "version": 9})
+        run.state.load(SerializedState(serialized.header, serialized.body[:-1]))
+    newer = msgspec.msgpack.encode({**msgspec.msgpack.decode(serialized.header), "version": 9})
     with pytest.raises(CheckpointError, match="is of version 9, this everstep reads version 1: install a newer one"):
-        run.state.load(Packed(newer, packed.body))
+        run.state.load(SerializedState(newer, serialized.body))

@@ -16,7 +16,7 @@ from torch import nn
 
 from everstep.allreduce import gradient_buckets
 from everstep.config.spec import JobSpec
-from everstep.model.group import Mark, StepSplit
+from everstep.model.group import Position, StepSplit
 
 
 def test_alone_it_is_bit_for_bit_plain_pytorch() -> None:
@@ -51,7 +51,7 @@ def test_the_last_step_of_an_epoch_takes_what_is_left() -> None:
 
 def test_fewer_samples_left_than_members_counts_each_once() -> None:
     def script(member: Member) -> State:
-        member.session.mark = Mark(0, 0, 0, 47)  # as after growing in mid-epoch
+        member.session.position = Position(0, 0, 0, 47)  # as after growing in mid-epoch
         return trained(member, epochs=1)
 
     model, samples = net(), data()

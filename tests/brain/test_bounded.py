@@ -151,7 +151,7 @@ def group(n: int) -> Job:
     def step() -> None:
         book = job.brain.state.groups
         assert book.group is not None
-        at, (_, lo) = book.step, book.cursors.get(0, (0, 0))
+        at, (_, lo) = book.step, book.positions.get(0, (0, 0))
         done = Committed(book.group.generation, at, at, 0, 0, lo, lo + 10 * book.group.size)
         (slot, life), *_ = job.workers()
         job.tell(said.Event(job.at, said.StepsCommitted((done,)), said.by_worker(slot, life)), "a step is committed")

@@ -39,7 +39,7 @@ from everstep.brain.events import (
 )
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, NodeId, Slot
-from everstep.model.group import Committed, Group, Mark
+from everstep.model.group import Committed, Group, Position
 from everstep.model.member import Role
 from everstep.model.reasons import LeaveReason
 from everstep.model.shard import ShardSchedule
@@ -94,14 +94,14 @@ class Chaos:
         assert bool(group.hold) == (group.size < self.spec.min_workers or not group.size)
         living = self.brain.groups.living
         assert all(living(m.slot, m.incarnation) is not None for m in group.members), "a dead member"
-        if before is not None and group.origin == before.origin:
+        if before is not None and group.lineage == before.lineage:
             kept = [m for m in group.members if m in before.members]
             assert list(group.members[: len(kept)]) == kept, "who has a state comes first"
-        if group.origin == group.generation:
+        if group.lineage == group.generation:
             self.steps = {first: c for first, c in self.steps.items() if first < group.begin.step}
         # Whoever is in an older generation together with one that is gone hears of it.
         for old in list(self.groups.values())[-4:-1]:
-            if old.origin != group.origin or old.generation < self.brain.state.groups.confirmed:
+            if old.lineage != group.lineage or old.generation < self.brain.state.groups.confirmed:
                 continue
             alive = [m for m in old.members if living(m.slot, m.incarnation) is not None and m in group.members]
             gone = [m for m in old.members if self.died(m.slot, m.incarnation)]
@@ -132,7 +132,7 @@ class Chaos:
         self.say(
             Event(
                 self.at,
-                GroupAsked(0, EPOCHS, 8, None, self.rng.choice((None, Mark(1, 0, 0, 8)))),
+                GroupAsked(0, EPOCHS, 8, None, self.rng.choice((None, Position(1, 0, 0, 8)))),
                 by_worker(slot, incarnation),
             )
         )
@@ -147,13 +147,13 @@ class Chaos:
         steps: list[Committed] = []
         if self.steps and rng.random() < 0.5:
             steps.append(rng.choice(list(self.steps.values())))
-        mark = groups.cursor(0)
-        if mark.epoch < EPOCHS and rng.random() < 0.8:
-            hi = min(PLAN.samples, mark.position + rng.choice((8, 16, 24)))
-            generation = rng.randrange(max(groups.confirmed, groups.origin), group.generation + 1)
-            new = Committed(generation, mark.step, mark.step, 0, mark.epoch, mark.position, hi)
+        position = groups.position(0)
+        if position.epoch < EPOCHS and rng.random() < 0.8:
+            hi = min(PLAN.samples, position.sample + rng.choice((8, 16, 24)))
+            generation = rng.randrange(max(groups.confirmed, groups.lineage), group.generation + 1)
+            new = Committed(generation, position.step, position.step, 0, position.epoch, position.sample, hi)
             steps.append(new)
-            self.steps[mark.step] = new
+            self.steps[position.step] = new
         self.say(Event(self.at, StepsCommitted(tuple(steps)), by_worker(slot, incarnation)))
 
     def step(self) -> None:
@@ -249,13 +249,13 @@ class Chaos:
             elif group is not None:
                 self.say(Event(self.at, GroupSynced(group.generation), by_worker(slot, incarnation)))
             return
-        mark = groups.cursor(0)
-        if mark.epoch >= EPOCHS:
+        position = groups.position(0)
+        if position.epoch >= EPOCHS:
             self.end(slot, incarnation)
         elif rank == 0 and not group.hold:
-            hi = min(PLAN.samples, mark.position + 8 * group.size)
-            new = Committed(group.generation, mark.step, mark.step, 0, mark.epoch, mark.position, hi)
-            self.steps[mark.step] = new
+            hi = min(PLAN.samples, position.sample + 8 * group.size)
+            new = Committed(group.generation, position.step, position.step, 0, position.epoch, position.sample, hi)
+            self.steps[position.step] = new
             self.say(Event(self.at, StepsCommitted((new,)), by_worker(slot, incarnation)))
 
     def copies_the_end(self, slot: Slot) -> bool:

@@ -8,7 +8,7 @@ from test_replica_checkpoints import Script, actions
 from everstep.brain.events import Event, GroupSynced, StepsCommitted, by_worker
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, Slot
-from everstep.model.group import Committed, Mark
+from everstep.model.group import Committed, Position
 
 
 def with_newcomer() -> Script:
@@ -33,19 +33,19 @@ def met(job: Script, slot: int, generation: int) -> None:
 def test_the_other_one_is_lost_before_the_group_has_trained(says: int | None) -> None:
     job = with_newcomer()
     groups = job.brain.state.groups
-    origin = groups.origin
+    lineage = groups.lineage
     if says is not None:
         met(job, says, groups.generations)
     job.kill(0)
-    job.ask(1, Mark(6, 0, 0, 60))
+    job.ask(1, Position(6, 0, 0, 60))
     if says == 0:
-        assert groups.origin == origin and groups.group is not None
+        assert groups.lineage == lineage and groups.group is not None
         assert [m.slot for m in groups.group.members] == [1]
         steps = Committed(groups.generations, 6, 6, 0, 0, 60, 68)
         job.say(Event(0.0, StepsCommitted((steps,)), by_worker(Slot(1), Incarnation(2))))
         assert groups.step == 7
     else:  # the newcomer cannot say for the others what the journal has
-        assert groups.origin != origin or groups.group is None or not job.brain.groups.holds(groups.group.members[0])
+        assert groups.lineage != lineage or groups.group is None or not job.brain.groups.holds(groups.group.members[0])
 
 
 def test_said_twice_and_late_it_changes_nothing() -> None:

@@ -35,7 +35,7 @@ from everstep.brain.events import (
 )
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, NodeId, PartitionId, Slot
-from everstep.model.group import Committed, Group, Mark
+from everstep.model.group import Committed, Group, Position
 from everstep.model.member import Address, Role
 from everstep.model.reasons import Arrival, CheckpointReason, LeaveReason
 from everstep.model.shard import LEASE_COUNTER_BITS, shard_key
@@ -111,12 +111,12 @@ def test_a_checkpoint_is_the_replica_and_then_snapshots_that_have_what_it_has() 
     job.commit(0, 3, 0, 0, 60)
     assert OrderSnapshots(1, 0) in job.say(Event(0.0, CheckpointAsked(CheckpointReason.ASKED)))
     assert not any(isinstance(i, CommitManifest) for i in job.snapshots(0, 100)), "from before the replica"
-    out = job.written(Mark(3, 0, 0, 50))
+    out = job.written(Position(3, 0, 0, 50))
     assert OrderSnapshots(1, 0) in out and not any(isinstance(i, CommitManifest) for i in out)
     job.snapshots(0, 50)
     out = job.snapshots(1, 60)
     manifest: Manifest = next(i for i in out if isinstance(i, CommitManifest)).manifest
-    assert manifest.replica is not None and manifest.replica.mark == Mark(3, 0, 0, 50)
+    assert manifest.replica is not None and manifest.replica.position == Position(3, 0, 0, 50)
     assert [snapshot.partition for snapshot in manifest.snapshots] == [PartitionId(b) for b in range(4)]
     assert manifest.samples_done == 50 and manifest.datasets[0].plan == TRAIN
 
@@ -125,10 +125,10 @@ def test_snapshots_behind_the_replica_or_a_replica_that_is_void_make_no_checkpoi
     job = Tables()
     job.commit(0, 3, 0, 0, 60)
     job.say(Event(0.0, CheckpointAsked(CheckpointReason.ASKED)))
-    job.written(Mark(3, 0, 0, 50))
+    job.written(Position(3, 0, 0, 50))
     assert "checkpoint given up" in actions(job.snapshots(0, 49))
     job.say(Event(0.0, CheckpointAsked(CheckpointReason.ASKED)))
-    job.written(Mark(3, 0, 0, 50), checkpoint=2)
+    job.written(Position(3, 0, 0, 50), checkpoint=2)
     for slot in (0, 1):
         job.kill(slot)
     for slot in (0, 1):
@@ -142,7 +142,7 @@ def saved_tables() -> Tables:
     job = Tables()
     job.commit(0, 3, 0, 0, 60)
     job.say(Event(0.0, CheckpointAsked(CheckpointReason.ASKED)))
-    job.written(Mark(3, 0, 0, 50))
+    job.written(Position(3, 0, 0, 50))
     job.snapshots(0, 60)
     job.snapshots(1, 60)
     job.say(Event(0.0, CheckpointCommitted(1)))
@@ -169,7 +169,7 @@ def test_a_partition_that_goes_back_takes_everybody_back() -> None:
         job.hire(slot)
     out = [*job.ask(0), *job.ask(1)]
     group = next(i for i in out if isinstance(i, PublishGroup)).group
-    assert (group.begin, group.restore) == (Mark(3, 0, 0, 50), 1)
+    assert (group.begin, group.restore) == (Position(3, 0, 0, 50), 1)
     job.say(
         Event(
             0.0,
@@ -188,7 +188,7 @@ def test_a_newcomer_gets_no_state_of_those_who_end_since_partitions_go_back() ->
     group = next(i for i in out if isinstance(i, PublishGroup)).group
     assert not group.members, "who ends goes at once: it need not hand its state on"
     job.hire(1)
-    assert Reply(Grouped(None, Mark(6, 0, 0, 80))) in job.ask(1), "nobody to copy from"
+    assert Reply(Grouped(None, Position(6, 0, 0, 80))) in job.ask(1), "nobody to copy from"
     generation = job.brain.state.groups.generations
     out = job.say(Event(0.0, GroupSynced(generation), by_worker(Slot(1), Incarnation(2))))  # it had begun before
     assert not any(isinstance(i, PublishGroup) for i in out)
@@ -197,7 +197,7 @@ def test_a_newcomer_gets_no_state_of_those_who_end_since_partitions_go_back() ->
     job.hire(0)
     out = [*job.ask(0), *job.ask(1)]
     begun = next(i for i in out if isinstance(i, PublishGroup)).group
-    assert (begun.begin, begun.restore, begun.size) == (Mark(3, 0, 0, 50), 1, 2)
+    assert (begun.begin, begun.restore, begun.size) == (Position(3, 0, 0, 50), 1, 2)
 
 
 def test_partitions_that_go_back_while_scripts_end_take_back_also_who_had_ended() -> None:
@@ -218,7 +218,7 @@ def test_partitions_that_go_back_while_scripts_end_take_back_also_who_had_ended(
         job.hire(slot)
     out = [*job.ask(0), *job.ask(1)]
     group = next(i for i in out if isinstance(i, PublishGroup)).group
-    assert (group.begin, group.restore, group.size) == (Mark(3, 0, 0, 50), 1, 2)
+    assert (group.begin, group.restore, group.size) == (Position(3, 0, 0, 50), 1, 2)
 
 
 def stopping(job: Tables) -> Group:
@@ -239,7 +239,7 @@ def test_a_job_that_stops_holds_its_group_so_that_its_last_checkpoint_is_of_one_
     assert not job.brain.groups.at_rest
     job.say(Event(0.0, GroupSynced(group.generation), by_worker(Slot(1), Incarnation(1))))
     assert job.brain.groups.at_rest
-    job.written(Mark(4, 0, 0, 50))
+    job.written(Position(4, 0, 0, 50))
     job.snapshots(0, 50)
     assert any(isinstance(i, CommitManifest) for i in job.snapshots(1, 50))
     out = job.say(Event(0.0, CheckpointCommitted(1)))

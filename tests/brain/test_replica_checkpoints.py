@@ -38,7 +38,7 @@ from everstep.brain.events import (
 )
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, NodeId, Slot
-from everstep.model.group import Committed, Group, HeldCopy, Mark
+from everstep.model.group import Committed, Group, HeldCopy, Position
 from everstep.model.member import Role
 from everstep.model.reasons import CheckpointReason, LeaveReason
 from everstep.model.shard import ShardSchedule
@@ -82,9 +82,9 @@ class Script:
         for plan in (TRAIN, MORE):
             self.say(Event(0.0, PlanRegistered(plan), by_worker(Slot(slot), Incarnation(self.lives[slot]))))
 
-    def ask(self, slot: int, mark: Mark | None = None, copy: HeldCopy | None = None) -> list[InstructionType]:
+    def ask(self, slot: int, position: Position | None = None, copy: HeldCopy | None = None) -> list[InstructionType]:
         return self.say(
-            Event(0.0, GroupAsked(0, 2, 8, None, mark, copy), by_worker(Slot(slot), Incarnation(self.lives[slot])))
+            Event(0.0, GroupAsked(0, 2, 8, None, position, copy), by_worker(Slot(slot), Incarnation(self.lives[slot])))
         )
 
     def kill(self, slot: int) -> list[InstructionType]:
@@ -95,8 +95,8 @@ class Script:
         steps = Committed(generation, first, last, dataset, epoch, lo, hi)
         return self.say(Event(0.0, StepsCommitted((steps,)), by_worker(Slot(0), Incarnation(self.lives[0]))))
 
-    def written(self, mark: Mark, checkpoint: int = 1, error: str = "") -> list[InstructionType]:
-        snapshot = ReplicaCopy(mark=mark, file=FILE, origin=self.brain.state.groups.origin, parameters=5)
+    def written(self, position: Position, checkpoint: int = 1, error: str = "") -> list[InstructionType]:
+        snapshot = ReplicaCopy(position=position, file=FILE, lineage=self.brain.state.groups.lineage, parameters=5)
         event = Event(
             0.0,
             ReplicaWritten(checkpoint, None if error else snapshot, error),
@@ -104,9 +104,9 @@ class Script:
         )
         return self.say(event)
 
-    def save(self, mark: Mark, checkpoint: int = 1) -> Manifest:
+    def save(self, position: Position, checkpoint: int = 1) -> Manifest:
         self.say(Event(0.0, CheckpointAsked(CheckpointReason.ASKED)))
-        out = self.written(mark, checkpoint)
+        out = self.written(position, checkpoint)
         (found,) = [i for i in out if isinstance(i, CommitManifest)]
         self.say(Event(0.0, CheckpointCommitted(checkpoint)))
         return found.manifest
@@ -122,9 +122,9 @@ def test_a_manifest_says_where_the_state_is() -> None:
     job.commit(6, 7, 1, 0, 37)
     out = job.say(Event(0.0, CheckpointAsked(CheckpointReason.ASKED)))
     assert out[0] == Reply(CheckpointBegun(1)) and OrderSnapshots(1, 0) in out
-    out = job.written(Mark(7, 0, 1, 20))  # a step before the newest
+    out = job.written(Position(7, 0, 1, 20))  # a step before the newest
     manifest = next(i for i in out if isinstance(i, CommitManifest)).manifest
-    assert manifest.replica is not None and manifest.replica.mark == Mark(7, 0, 1, 20)
+    assert manifest.replica is not None and manifest.replica.position == Position(7, 0, 1, 20)
     assert manifest.samples_done == 120
     assert [(d.plan.name, d.finished_epochs) for d in manifest.datasets] == [("train", 1), ("more", 0)]
     assert "checkpoint committed" in actions(job.say(Event(0.0, CheckpointCommitted(1))))
@@ -134,17 +134,17 @@ def test_a_state_of_steps_that_the_journal_does_not_have_is_to_be_said_again() -
     job = Script()
     job.commit(0, 1, 0, 0, 40)
     job.say(Event(0.0, CheckpointAsked(CheckpointReason.ASKED)))
-    (reply,) = job.written(Mark(3, 0, 0, 60))
+    (reply,) = job.written(Position(3, 0, 0, 60))
     assert isinstance(reply, Reply) and isinstance(reply.answer, Refused)
     job.commit(2, 2, 0, 40, 60)
-    assert [type(i) for i in job.written(Mark(3, 0, 0, 60))] == [Reply, CommitManifest]
-    assert job.written(Mark(3, 0, 0, 60)) == [Reply(Ok())]  # a repeat
+    assert [type(i) for i in job.written(Position(3, 0, 0, 60))] == [Reply, CommitManifest]
+    assert job.written(Position(3, 0, 0, 60)) == [Reply(Ok())]  # a repeat
 
 
 def test_all_workers_lost_begin_again_at_the_newest_checkpoint() -> None:
     job = Script()
     job.commit(0, 5, 0, 0, 100)
-    job.save(Mark(6, 0, 0, 100))
+    job.save(Position(6, 0, 0, 100))
     job.commit(6, 9, 1, 0, 80)
     for slot in (0, 1):
         job.kill(slot)
@@ -152,7 +152,7 @@ def test_all_workers_lost_begin_again_at_the_newest_checkpoint() -> None:
         job.hire(slot)
     out = [*job.ask(0), *job.ask(1)]
     group = next(i for i in out if isinstance(i, PublishGroup)).group
-    assert (group.begin, group.restore) == (Mark(6, 0, 1, 0), 1)
+    assert (group.begin, group.restore) == (Position(6, 0, 1, 0), 1)
     assert "steps void" in actions(out)
     assert job.brain.state.groups.step == 6 and job.brain.shards.samples_done == 100
     assert not isinstance(job.commit(6, 6, 1, 0, 20)[-1], FinishJob)
@@ -162,7 +162,7 @@ def test_all_workers_lost_wait_for_a_manifest_that_is_being_written() -> None:
     job = Script()
     job.commit(0, 5, 0, 0, 100)
     job.say(Event(0.0, CheckpointAsked(CheckpointReason.ASKED)))
-    job.written(Mark(6, 0, 0, 100))
+    job.written(Position(6, 0, 0, 100))
     for slot in (0, 1):
         job.kill(slot)
     for slot in (0, 1):
@@ -176,7 +176,7 @@ def test_a_state_of_a_void_line_is_not_taken() -> None:
     job = Script()
     job.commit(0, 5, 0, 0, 100)
     job.say(Event(0.0, CheckpointAsked(CheckpointReason.ASKED)))
-    snapshot = ReplicaCopy(mark=Mark(6, 0, 0, 100), file=FILE, origin=77)
+    snapshot = ReplicaCopy(position=Position(6, 0, 0, 100), file=FILE, lineage=77)
     out = job.say(Event(0.0, ReplicaWritten(1, snapshot), by_worker(Slot(0), Incarnation(1))))
     assert "checkpoint given up" in actions(out)
     old = Event(0.0, ReplicaWritten(1, snapshot), by_worker(Slot(0), Incarnation(0)))
@@ -188,11 +188,11 @@ def test_a_resumed_job_goes_on_at_the_mark_with_any_number_of_workers(workers: i
     job = Script()
     job.commit(0, 5, 0, 0, 100)
     job.commit(6, 7, 1, 0, 37)
-    manifest = job.save(Mark(8, 0, 1, 37))
+    manifest = job.save(Position(8, 0, 1, 37))
     spec = msgspec.structs.replace(SPEC, workers=workers, resume_from="old")
     again = Script(spec, manifest)
     group = again.brain.state.groups.group
-    assert group is not None and (group.size, group.begin, group.restore) == (workers, Mark(8, 0, 1, 37), 1)
+    assert group is not None and (group.size, group.begin, group.restore) == (workers, Position(8, 0, 1, 37), 1)
     assert again.brain.shards.samples_done == 137
     again.commit(8, 9, 1, 37, 100)
     assert again.brain.shards.samples_done == 200 and not again.brain.job.over
@@ -202,10 +202,10 @@ def test_a_resumed_job_knows_the_datasets_that_are_over() -> None:
     job = Script()
     job.commit(0, 5, 0, 0, 100)
     job.commit(6, 7, 0, 0, 20, dataset=1)
-    manifest = job.save(Mark(8, 1, 0, 20))
+    manifest = job.save(Position(8, 1, 0, 20))
     again = Script(msgspec.structs.replace(SPEC, resume_from="old"), manifest)
     groups = again.brain.groups.group_state
-    assert groups.cursor(0) == Mark(8, 0, 1, 0) and groups.cursor(1) == Mark(8, 1, 0, 20)
+    assert groups.position(0) == Position(8, 0, 1, 0) and groups.position(1) == Position(8, 1, 0, 20)
     assert again.brain.shards.samples_done == 120
 
 
@@ -231,7 +231,7 @@ def test_a_reclaim_notice_saves_the_state() -> None:
 def test_the_last_ones_that_leave_save_what_they_have_not_told_yet() -> None:
     job = Script()
     job.commit(0, 2, 0, 0, 60)
-    job.save(Mark(3, 0, 0, 60))
+    job.save(Position(3, 0, 0, 60))
     out = [job.say(Event(0.0, GroupLeft(LeaveReason.ASKED), by_worker(Slot(slot), Incarnation(1)))) for slot in (0, 1)][
         1
     ]
@@ -247,7 +247,7 @@ def test_a_job_that_is_stopped_takes_a_last_checkpoint_first() -> None:
     out = job.say(stop)
     assert any(isinstance(i, OrderSnapshots) for i in out) and not job.brain.job.over
     assert job.say(stop) == [Reply(Ok())]
-    job.written(Mark(3, 0, 0, 60))
+    job.written(Position(3, 0, 0, 60))
     out = job.say(Event(0.0, CheckpointCommitted(1)))
     assert [i.exit_code for i in out if isinstance(i, FinishJob)] == [0]
 
@@ -255,12 +255,12 @@ def test_a_job_that_is_stopped_takes_a_last_checkpoint_first() -> None:
 def test_a_job_that_trains_takes_a_last_checkpoint_though_it_told_nothing_since_the_one_before() -> None:
     job = Script()
     job.commit(0, 2, 0, 0, 60)
-    job.save(Mark(3, 0, 0, 60))
+    job.save(Position(3, 0, 0, 60))
     out = job.say(Event(0.0, StopAsked("everstep stop", True)))
     assert any(isinstance(i, OrderSnapshots) for i in out) and not job.brain.job.over
-    assert isinstance(job.written(Mark(5, 0, 0, 90), checkpoint=2)[0], Reply), "not before they are told"
+    assert isinstance(job.written(Position(5, 0, 0, 90), checkpoint=2)[0], Reply), "not before they are told"
     job.commit(3, 4, 0, 60, 90)
-    job.written(Mark(5, 0, 0, 90), checkpoint=2)
+    job.written(Position(5, 0, 0, 90), checkpoint=2)
     out = job.say(Event(0.0, CheckpointCommitted(2)))
     assert [i.exit_code for i in out if isinstance(i, FinishJob)] == [0]
 
@@ -271,7 +271,7 @@ def test_a_job_that_is_stopped_with_nothing_new_to_save_ends_at_once() -> None:
     job = Script()
     job.commit(0, 5, 0, 0, 100)
     job.commit(6, 11, 1, 0, 100)
-    job.save(Mark(12, 1, 0, 100))
+    job.save(Position(12, 1, 0, 100))
     assert any(isinstance(i, FinishJob) for i in job.say(Event(0.0, StopAsked("everstep stop", True))))
 
 
@@ -306,7 +306,7 @@ def test_a_job_that_is_stopped_while_what_it_ends_with_is_written_ends_with_it()
     for slot in (0, 1):
         job.say(Event(0.0, ChiefAsked(), by_worker(Slot(slot), Incarnation(1))))
         job.say(Event(0.0, GroupLeft(LeaveReason.DONE), by_worker(Slot(slot), Incarnation(1))))
-    assert [type(i) for i in job.written(Mark(12, 1, 0, 100))] == [Reply, CommitManifest]
+    assert [type(i) for i in job.written(Position(12, 1, 0, 100))] == [Reply, CommitManifest]
     for slot in (0, 1):
         out = job.say(Event(0.0, ProcessExited(Role.WORKER, Slot(slot), Incarnation(1), 0, "")))
         assert not any(isinstance(i, FinishJob) for i in out)
@@ -329,7 +329,7 @@ def test_the_last_ones_that_are_told_to_go_stay_for_a_checkpoint(saved: bool) ->
     job.commit(3, 3, 0, 60, 68)
     job.say(Event(0.0, GroupLeft(LeaveReason.ASKED), by_worker(Slot(1), Incarnation(1))))  # a repeat
     if saved:
-        snapshot = ReplicaCopy(mark=Mark(4, 0, 0, 68), file=FILE, origin=1)
+        snapshot = ReplicaCopy(position=Position(4, 0, 0, 68), file=FILE, lineage=1)
         job.say(Event(0.0, ReplicaWritten(1, snapshot), by_worker(Slot(1), Incarnation(1))))
         job.say(Event(0.0, CheckpointCommitted(1)))
     else:
@@ -338,16 +338,16 @@ def test_the_last_ones_that_are_told_to_go_stay_for_a_checkpoint(saved: bool) ->
     group = job.brain.state.groups.group
     assert group is not None and group.size == 0  # it is let go
     job.say(Event(0.0, ProcessExited(Role.WORKER, Slot(1), Incarnation(1), 143, "")))
-    assert job.brain.groups.start == ((Mark(4, 0, 0, 68), 1) if saved else (Mark(), 0))
+    assert job.brain.groups.start == ((Position(4, 0, 0, 68), 1) if saved else (Position(), 0))
 
 
 def test_a_leader_that_cannot_write_costs_the_checkpoint_only() -> None:
     job = Script()
     job.commit(0, 5, 0, 0, 100)
     job.say(Event(0.0, CheckpointAsked(CheckpointReason.ASKED)))
-    assert "checkpoint not written" in actions(job.written(Mark(), error="no space"))
-    job.written(Mark(), error="no space")
-    assert "checkpoint given up" in actions(job.written(Mark(), error="no space"))
+    assert "checkpoint not written" in actions(job.written(Position(), error="no space"))
+    job.written(Position(), error="no space")
+    assert "checkpoint given up" in actions(job.written(Position(), error="no space"))
     assert job.brain.checkpoints.writing is None and not job.brain.job.over
 
 
@@ -385,7 +385,7 @@ def staged() -> Script:
     """A job whose newest checkpoint is of step 2, and which the journal has up to step 7."""
     job = Script(STAGES)
     job.commit(0, 1, 0, 0, 20)
-    job.save(Mark(2, 0, 0, 20))
+    job.save(Position(2, 0, 0, 20))
     job.commit(2, 7, 0, 20, 80)
     return job
 
@@ -394,9 +394,9 @@ def test_the_only_worker_goes_on_from_its_copy() -> None:
     job = staged()
     job.kill(0)
     job.hire(0)
-    out = job.ask(0, copy=HeldCopy(Mark(7, 0, 0, 70), 1))
+    out = job.ask(0, copy=HeldCopy(Position(7, 0, 0, 70), 1))
     group = begins(out)
-    assert (group.begin, group.restore, group.copied) == (Mark(7, 0, 0, 70), 0, (0, 2)) and not group.from_nothing
+    assert (group.begin, group.restore, group.copied) == (Position(7, 0, 0, 70), 0, (0, 2)) and not group.from_nothing
     assert job.brain.state.groups.step == 7 and job.brain.shards.samples_done == 70
     void = next(i.decision for i in out if isinstance(i, Note) and i.decision.action == "steps void")
     assert "steps 7..7 are done again, from the copy of worker:0" in void.reason
@@ -409,7 +409,7 @@ def test_a_copy_at_the_end_of_an_epoch_is_at_the_begin_of_the_next() -> None:
     job.commit(8, 9, 0, 80, 100)
     job.kill(0)
     job.hire(0)
-    assert begins(job.ask(0, copy=HeldCopy(Mark(10, 0, 0, 100), 1))).begin == Mark(10, 0, 1, 0)
+    assert begins(job.ask(0, copy=HeldCopy(Position(10, 0, 0, 100), 1))).begin == Position(10, 0, 1, 0)
 
 
 def test_killed_again_before_the_next_copy_it_begins_there_again() -> None:
@@ -417,17 +417,17 @@ def test_killed_again_before_the_next_copy_it_begins_there_again() -> None:
     for _ in range(3):
         job.kill(0)
         job.hire(0)
-        group = begins(job.ask(0, copy=HeldCopy(Mark(7, 0, 0, 70), 1)))
-        assert (group.begin, group.copied) == (Mark(7, 0, 0, 70), (0, job.lives[0]))
+        group = begins(job.ask(0, copy=HeldCopy(Position(7, 0, 0, 70), 1)))
+        assert (group.begin, group.copied) == (Position(7, 0, 0, 70), (0, job.lives[0]))
 
 
 @pytest.mark.parametrize(
     "copy",
     [
-        HeldCopy(Mark(7, 0, 0, 70), 9),  # of another line
-        HeldCopy(Mark(9, 0, 0, 90), 1),  # the journal lacks its steps
-        HeldCopy(Mark(8, 0, 0, 77), 1),  # the journal has that step elsewhere
-        HeldCopy(Mark(2, 0, 0, 20), 1),  # older than the checkpoint, or as old
+        HeldCopy(Position(7, 0, 0, 70), 9),  # of another line
+        HeldCopy(Position(9, 0, 0, 90), 1),  # the journal lacks its steps
+        HeldCopy(Position(8, 0, 0, 77), 1),  # the journal has that step elsewhere
+        HeldCopy(Position(2, 0, 0, 20), 1),  # older than the checkpoint, or as old
         None,
     ],
 )
@@ -436,7 +436,7 @@ def test_a_copy_that_is_of_no_use_is_left(copy: HeldCopy | None) -> None:
     job.kill(0)
     job.hire(0)
     group = begins(job.ask(0, copy=copy))
-    assert (group.begin, group.restore, group.copied) == (Mark(2, 0, 0, 20), 1, None)
+    assert (group.begin, group.restore, group.copied) == (Position(2, 0, 0, 20), 1, None)
 
 
 def test_a_copy_of_a_line_that_is_over_is_left() -> None:
@@ -447,7 +447,7 @@ def test_a_copy_of_a_line_that_is_over_is_left() -> None:
     job.commit(2, 4, 0, 20, 50)
     job.kill(0)
     job.hire(0)
-    assert begins(job.ask(0, copy=HeldCopy(Mark(7, 0, 0, 70), 1))).restore == 1
+    assert begins(job.ask(0, copy=HeldCopy(Position(7, 0, 0, 70), 1))).restore == 1
 
 
 def test_with_others_there_a_copy_is_not_needed() -> None:
@@ -455,13 +455,13 @@ def test_with_others_there_a_copy_is_not_needed() -> None:
     job.commit(0, 7, 0, 0, 80)
     job.kill(1)
     job.hire(1)
-    job.ask(1, copy=HeldCopy(Mark(7, 0, 0, 70), 1))
+    job.ask(1, copy=HeldCopy(Position(7, 0, 0, 70), 1))
     group = job.brain.state.groups.group
-    assert group is not None and group.copied is None and group.origin == 1
+    assert group is not None and group.copied is None and group.lineage == 1
     for slot in (0, 1):
         job.kill(slot)
     for slot in (0, 1):
         job.hire(slot)
-    job.ask(0, copy=HeldCopy(Mark(6, 0, 0, 60), 1))
-    group = begins(job.ask(1, copy=HeldCopy(Mark(7, 0, 0, 70), 1)))
-    assert (group.begin, group.copied, group.size) == (Mark(7, 0, 0, 70), (1, 3), 2)
+    job.ask(0, copy=HeldCopy(Position(6, 0, 0, 60), 1))
+    group = begins(job.ask(1, copy=HeldCopy(Position(7, 0, 0, 70), 1)))
+    assert (group.begin, group.copied, group.size) == (Position(7, 0, 0, 70), (1, 3), 2)

@@ -149,9 +149,9 @@ def test_a_part_of_several_shards_is_pushed_when_all_of_it_is() -> None:
     assert gate.schedule(StepSchedule(ONE, 2, 0, (ComputedShare(A, ONE, 8), ComputedShare(B, ONE, 8)))) == Pushing(
         works, 0.5, 0
     )
-    gate.settled(works[1])
+    gate.finished(works[1])
     assert gate.clock().state == "ready"
-    gate.settled(works[0])
+    gate.finished(works[0])
     assert gate.clock().state == "pushed"
 
 
@@ -174,7 +174,7 @@ def test_a_gate_takes_each_word_once_and_no_older_one() -> None:
     closed = StepSchedule(ONE, 4, 5, (ComputedShare(A, ONE, 4),))
     assert gate.schedule(closed) == Pushing((work(0, 0),), 1.0)
     assert gate.schedule(closed) is None and gate.schedule(StepSchedule(ONE, 3, 5)) is None
-    gate.settled(work(0, 0))
+    gate.finished(work(0, 0))
     assert gate.clock().state == "pushed" and not gate.may_begin()
     gate.schedule(StepSchedule(Incarnation(2), 1, 6))
     assert gate.may_begin()
@@ -190,7 +190,7 @@ def test_bounded_nobody_begins_more_than_s_ahead_of_the_slowest_and_newcomers_be
         a.schedule(p.schedule)
         assert a.may_begin(), number
         a.begin(work(0, number))
-        a.settled(work(0, number))
+        a.finished(work(0, number))
     assert not a.may_begin() and a.clock().step == 3
     p.report(A, ONE, a.due(again=True) or WorkerClock("new"))
     assert p.waits(A) and not p.waits(B)
@@ -318,7 +318,7 @@ class World:
         elif doing is not None and doing[0] == "pushing":
             self.pushing.pop(slot, None)
             del self.now[slot]
-            gate.settled(doing[1])
+            gate.finished(doing[1])
             self.left[slot] -= 1
             if not self.left[slot]:
                 gate.rest()
@@ -428,7 +428,7 @@ def test_batches_that_a_later_step_will_push_do_not_use_up_how_far_a_worker_may_
     for number in range(8):  # accumulated over eight batches
         assert gate.may_begin(), number
         gate.begin(work(0, number))
-        gate.settled(work(0, number))
+        gate.finished(work(0, number))
         gate.schedule(StepSchedule(ONE, 2 + number, number + 1))
-    gate.settled(work(0, 0, 800))
+    gate.finished(work(0, 0, 800))
     assert gate.clock().step == 8

@@ -90,7 +90,7 @@ from everstep.brain.states import StateCheck
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, LeaseNo, NodeId, PartitionId, ShardKey, Slot
 from everstep.model.decision import Decision
-from everstep.model.group import Committed, Group, Mark
+from everstep.model.group import Committed, Group, Position
 from everstep.model.member import Address, Role
 from everstep.model.placement import MirrorKind, Placement
 from everstep.model.plan import Action, AdjustAccum, AdjustBatch, AdjustRate, KillRestart, MovePartitions, Scale
@@ -292,9 +292,11 @@ class Story:
         at, (_, slot, incarnation) = self.at, parse_member(plain[0])
         match verb:
             case "enter":
-                mark = Mark(*map(int, named["mark"].split(","))) if "mark" in named else None
+                position = Position(*map(int, named["mark"].split(","))) if "mark" in named else None
                 batch, dataset = int(named.get("batch", 8)), int(named.get("dataset", 0))
-                return Event(at, GroupAsked(dataset, int(plain[1]), batch, None, mark), by_worker(slot, incarnation))
+                return Event(
+                    at, GroupAsked(dataset, int(plain[1]), batch, None, position), by_worker(slot, incarnation)
+                )
             case "synced":
                 return Event(at, GroupSynced(int(plain[1])), by_worker(slot, incarnation))
             case "leave":
@@ -324,7 +326,7 @@ class Story:
     def _snapshot(self, partition: int, named: dict[str, str], size: int) -> PartitionSnapshot:
         """``marks=e0#1@20,e0#2@15``: the watermarks in every snapshot of this command."""
         texts = [text.split("@") for text in named.get("marks", "").split(",") if text]
-        marks = tuple((parse_shard(shard), int(mark)) for shard, mark in texts)
+        marks = tuple((parse_shard(shard), int(position)) for shard, position in texts)
         return PartitionSnapshot(
             partition=PartitionId(partition),
             seq=int(self.at),
@@ -372,9 +374,9 @@ class Story:
                 version = f"placement v{placement.version}" if placement is not None else "no placement yet"
                 gone = f", revoked {', '.join(map(lease_words, revoked))}" if revoked else ""
                 return f"welcome to master #{master}, {version}{gone}"
-            case Grouped(group, cursor):
+            case Grouped(group, position):
                 now = _group(group) if group is not None else "no group"
-                return f"{now}, e{cursor.epoch} {cursor.position} is next, step {cursor.step}"
+                return f"{now}, e{position.epoch} {position.sample} is next, step {position.step}"
             case Fenced(reason):
                 return f"fenced: {reason}"
             case Refused(error):
@@ -478,7 +480,7 @@ def _group(group: Group) -> str:
     words += f", joining {' '.join(f'{m.slot}#{m.incarnation}' for m in group.joining)}" if group.joining else ""
     words += f", on hold: {group.hold}" if group.hold else ""
     begin = f"checkpoint {group.restore} at step {group.begin.step}" if group.restore else "nothing"
-    return words + (f", from {begin}" if group.origin == group.generation else "")
+    return words + (f", from {begin}" if group.lineage == group.generation else "")
 
 
 def _why(decision: Decision) -> str:
@@ -491,7 +493,7 @@ def _manifest_words(manifest: Manifest) -> str:
     for d in manifest.datasets:
         epochs = [f"e{e.epoch} " + " ".join(f"[{lo}, {hi})" for lo, hi in e.done) for e in d.epochs]
         places.append(f"{d.plan.name}: " + ", ".join([f"{d.finished_epochs} epochs", *epochs]))
-    on = f" on {manifest.base}" if manifest.base else ""
+    on = f" on {manifest.since}" if manifest.since else ""
     return "; ".join([f"{manifest.checkpoint}{on}, {manifest.samples_done} samples", *places])
 
 

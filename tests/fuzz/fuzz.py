@@ -514,7 +514,7 @@ def snapshot(_: Path) -> Attempt:
     writer = snapshot_file.SnapshotFileWriter(out.write)
     writer.head(
         snapshot_file.SnapshotHead(
-            job="j", partition=PartitionId(2), checkpoint=1, base=True, seq=3, partitions=4, tables=crafted.SPECS
+            job="j", partition=PartitionId(2), checkpoint=1, full=True, seq=3, partitions=4, tables=crafted.SPECS
         )
     )
     writer.marks(marks)
@@ -536,11 +536,11 @@ def snapshot(_: Path) -> Attempt:
 def replica(_: Path) -> Attempt:
     """Files of the state of a replica."""
     from everstep.errors import CheckpointError
-    from everstep.model.group import Mark
+    from everstep.model.group import Position
     from everstep.protect.replicafile import ReplicaHead, read_replica_file, write_replica_file
 
     out = io.BytesIO()
-    head = ReplicaHead(job="j", checkpoint=1, mark=Mark(), header_bytes=50, body_bytes=70)
+    head = ReplicaHead(job="j", checkpoint=1, position=Position(), header_bytes=50, body_bytes=70)
     write_replica_file(out.write, head, b"h" * 50, memoryview(b"b" * 70))
     sound = out.getvalue()
 
@@ -563,15 +563,15 @@ def packed(_: Path) -> Attempt:
     tree = {"a": [1, 2.5, "x", None, 1 << 80, (True, b"y")], "t": torch.arange(6.0).reshape(2, 3), "c": 1 + 2j}
     value = msgspec.msgpack.encode(packer.tree("value", tree))
     entries = tuple(packer.entries)
-    fields = {f.name: f for f in msgspec.structs.fields(of.PackedHeader)}
-    known: dict[str, Any] = {"version": of.PACKED_VERSION, "tensors": entries, "size_bytes": packer._end}
+    fields = {f.name: f for f in msgspec.structs.fields(of.SerializedHeader)}
+    known: dict[str, Any] = {"version": of.STATE_VERSION, "tensors": entries, "size_bytes": packer._end}
     needed = {n: known.get(n, _some(f)) for n, f in fields.items() if f.required or n in known}
-    sound = of.encode_header(of.PackedHeader(**needed), "state")
+    sound = of.encode_header(of.SerializedHeader(**needed), "state")
     body = torch.zeros(packer._end, dtype=torch.uint8)
 
     def attempt(rng: random.Random) -> str:
         def read() -> None:
-            reader = of.Unpacker(of.Packed(changed(sound, rng), body), "state")
+            reader = of.Unpacker(of.SerializedState(changed(sound, rng), body), "state")
             for number in range(len(reader.header.tensors)):
                 reader.copy(number)
             with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from everstep.ids import Incarnation, NodeId, Slot
-from everstep.model.group import Committed, Group, GroupMember, Mark, StepSplit
+from everstep.model.group import Committed, Group, GroupMember, Position, StepSplit
 from everstep.model.shard import ShardSchedule
 from everstep.monitor.loops import Asked
 from everstep.monitor.report import AuditReport
@@ -19,9 +19,9 @@ from everstep.storage.chain import ChainWriter
 PLANS = [ShardSchedule(name="d", samples=100, shard_samples=30, seed=0)]
 
 
-def group(generation: int, slots: str, origin: int = 1, begin: Mark | None = None) -> Group:
+def group(generation: int, slots: str, lineage: int = 1, begin: Position | None = None) -> Group:
     members = tuple(GroupMember(Slot(int(s)), Incarnation(1), NodeId("node0")) for s in slots)
-    return Group(generation=generation, members=members, origin=origin, begin=begin or Mark())
+    return Group(generation=generation, members=members, lineage=lineage, begin=begin or Position())
 
 
 class Run:
@@ -29,8 +29,8 @@ class Run:
 
     def __init__(self) -> None:
         divided = msgspec.structs.replace(group(1, "01"), split=StepSplit(1, (3, 1)))  # within the generation
-        self.groups = [group(1, "01"), divided, group(2, "012"), group(3, "34", 3, Mark(6, 0, 1, 20))]
-        self.told = [
+        self.groups = [group(1, "01"), divided, group(2, "012"), group(3, "34", 3, Position(6, 0, 1, 20))]
+        self.announced = [
             Committed(1, 0, 3, 0, 0, 0, 80),
             Committed(2, 4, 4, 0, 0, 80, 100),
             Committed(2, 4, 4, 0, 0, 80, 100),  # said again
@@ -50,7 +50,7 @@ class Run:
         fold.loops.asked = {1: {Asked(0, 0, 1)}, 2: {Asked(0, 1, 2)}}
         for g in self.groups:
             fold.published(g)
-        fold.told(self.told)
+        fold.announced(self.announced)
         logs = [StepLog(Slot(slot), Incarnation(1), steps) for slot, steps in self.logs.items()]
         return check_steps(fold, PLANS, logs, "runs/x", True)
 
@@ -66,7 +66,7 @@ def test_what_is_right_passes_and_void_steps_are_told_apart() -> None:
 
 def _loop(index: int, loop: int) -> Callable[[Run], None]:
     def change(run: Run) -> None:
-        run.told[index] = msgspec.structs.replace(run.told[index], loop=loop)
+        run.announced[index] = msgspec.structs.replace(run.announced[index], loop=loop)
 
     return change
 
@@ -76,17 +76,17 @@ def test_steps_are_of_the_loop_that_asked_for_them(index: int, loop: int, right:
     """Void steps do not count, steps of nobody knows which loop (0) may be of any."""
     run = Run()
     _loop(index, loop)(run)
-    run.told[-1] = msgspec.structs.replace(run.told[-1], loop=2)
+    run.announced[-1] = msgspec.structs.replace(run.announced[-1], loop=2)
     report = run.check()
     assert report.ok and (not report.loops) == right, report.loops
     void = Run()
-    void.told[3] = msgspec.structs.replace(void.told[3], first=6, lo=20, loop=1)
+    void.announced[3] = msgspec.structs.replace(void.announced[3], first=6, lo=20, loop=1)
     assert not void.check().loops
 
 
 def _edit(index: int, **fields: int) -> Callable[[Run], None]:
     def change(run: Run) -> None:
-        run.told[index] = msgspec.structs.replace(run.told[index], **fields)
+        run.announced[index] = msgspec.structs.replace(run.announced[index], **fields)
 
     return change
 
@@ -101,8 +101,8 @@ def _log(slot: int, index: int, **fields: int) -> Callable[[Run], None]:
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        (lambda run: run.told.pop(0), "missing"),
-        (lambda run: run.told.pop(3), "missing"),  # the checkpoint is of a step that was never told
+        (lambda run: run.announced.pop(0), "missing"),
+        (lambda run: run.announced.pop(3), "missing"),  # the checkpoint is of a step that was never told
         (_edit(0, hi=90), "conflict"),
         (_edit(1, lo=70), "conflict"),
         (_edit(4, lo=0), "conflict"),
@@ -130,7 +130,7 @@ def test_what_is_changed_is_found(change: Callable[[Run], object], what: str) ->
 def test_a_running_job_may_be_behind() -> None:
     fold = StepFold()
     fold.published(group(1, "01"))
-    fold.told([Committed(1, 0, 2, 0, 0, 0, 60)])
+    fold.announced([Committed(1, 0, 2, 0, 0, 0, 60)])
     logs = [StepLog(Slot(0), Incarnation(1), [Committed(1, 0, 3, 0, 0, 0, 80)])]
     report = check_steps(fold, PLANS, logs, "runs/x", False)
     assert report.ok and report.finished == []

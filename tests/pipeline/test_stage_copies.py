@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from everstep.allreduce.serialize import Packed
+from everstep.allreduce.serialize import SerializedState
 from everstep.allreduce.state import ReplicaState
 from everstep.errors import ConfigError, PlatformError
-from everstep.model.group import Mark
+from everstep.model.group import Position
 from everstep.model.stage_spans import COPIES_VARIABLE, COPY_SLOTS
 from everstep.pipeline import copy_slots
 from everstep.pipeline.copy_recovery import KeptCopy
@@ -37,11 +37,11 @@ class Stage:
         self.rate = torch.optim.lr_scheduler.StepLR(self.opt, 3)
         self.state = ReplicaState([self.model], [self.opt], {"rate": self.rate})
         self.copies = StageCopies(memory, number, life, self.state, every)
-        self.truth: dict[int, Packed] = {}
+        self.truth: dict[int, SerializedState] = {}
 
     def begin(self, step: int) -> None:
-        self.truth[step] = self.state._packed(Mark(), 0, None)
-        meta = CopyMeta(Mark(step, 0, 0, 8 * step), 1, 1, 0, 1) if self.number == 0 else None
+        self.truth[step] = self.state._serialized(Position(), 0, None)
+        meta = CopyMeta(Position(step, 0, 0, 8 * step), 1, 1, 0, 1) if self.number == 0 else None
         self.copies.begin(step, meta)
 
     def forward(self) -> None:
@@ -63,7 +63,7 @@ def fds() -> Iterator[list[int]]:
         os.close(fd)
 
 
-def equal(a: Packed, b: Packed) -> bool:
+def equal(a: SerializedState, b: SerializedState) -> bool:
     return a.header == b.header and torch.equal(a.body, b.body)
 
 
@@ -74,8 +74,10 @@ def found(fds: list[int], stages: list[Stage]) -> int:
         return -1
     meta, parts = newest
     for stage, part in zip(stages, parts, strict=True):
-        assert equal(part, stage.truth[meta.mark.step]), f"the copy of stage {stage.number}, step {meta.mark.step}"
-    return meta.mark.step
+        assert equal(part, stage.truth[meta.position.step]), (
+            f"the copy of stage {stage.number}, step {meta.position.step}"
+        )
+    return meta.position.step
 
 
 def pair(fds: list[int], width: int = 40, life: int = 1, every: int = 1) -> list[Stage]:
@@ -233,15 +235,20 @@ def test_the_whole_model_comes_out_of_its_stages(fds: list[int]) -> None:
         state = ReplicaState([model], [opt], {})
         copies = StageCopies(memory, n, 1, state, 1)
         memory.page.step = 4
-        copies.begin(4, CopyMeta(Mark(4, 0, 0, 32), 2, 1, 3, 5) if n == 0 else None)
+        copies.begin(4, CopyMeta(Position(4, 0, 0, 32), 2, 1, 3, 5) if n == 0 else None)
         copies.finish()
         states.append((model, opt))
     kept = KeptCopy.find(CopyMemory(fds, STAGES), whole)
-    assert kept is not None and (kept.held.mark.step, kept.held.origin, kept.slot, kept.incarnation) == (4, 1, 3, 5)
+    assert kept is not None and (kept.held.position.step, kept.held.lineage, kept.slot, kept.incarnation) == (
+        4,
+        1,
+        3,
+        5,
+    )
     both = nn.ModuleDict({str(n): nn.Linear(3, 3) for n in range(STAGES)})
     state = ReplicaState([both], [torch.optim.SGD(both.parameters(), lr=0.1)], {})
-    state.load(kept.packed())
-    assert (state.mark, state.loop) == (Mark(4, 0, 0, 32), 2)
+    state.load(kept.serialized())
+    assert (state.position, state.loop) == (Position(4, 0, 0, 32), 2)
     for n, (model, _) in enumerate(states):
         assert torch.equal(both[str(n)].weight, model[str(n)].weight)
 

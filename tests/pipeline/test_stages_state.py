@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from everstep.allreduce.replica_group import Unit
-from everstep.allreduce.serialize import Packed, decode_header
+from everstep.allreduce.serialize import SerializedState, decode_header
 from everstep.allreduce.state import ReplicaState
 from everstep.errors import CheckpointError, ScriptError
-from everstep.model.group import Mark
+from everstep.model.group import Position
 from everstep.pipeline.stages_state import StagesState, WholeModel, digest_of, joined, named_digests
 
 
@@ -67,7 +67,7 @@ def stages(divided: list[list[str]], steps: int = 3) -> tuple[list[OnePart], Who
     return [OnePart(StageOf(net(), names), whole, steps) for names in divided], whole
 
 
-def packed(part: OnePart, carried: bool) -> Packed:
+def serialized(part: OnePart, carried: bool) -> SerializedState:
     part.state.carried = carried
     return ReplicaState.snapshot(part.state)
 
@@ -78,56 +78,58 @@ def test_the_parts_together_are_the_state_of_the_whole(divided: list[list[str]],
     parts, whole = stages(divided)
     alone = OnePart(net(), None)
     alone.state.carried = carried
-    alone.state.mark, alone.state.loop = Mark(7, 0, 1, 20), 2
-    mine = joined([packed(part, carried) for part in parts], whole, alone.state.mark, 2)
+    alone.state.position, alone.state.loop = Position(7, 0, 1, 20), 2
+    mine = joined([serialized(part, carried) for part in parts], whole, alone.state.position, 2)
     theirs = alone.state.snapshot()
     assert decode_header(mine.header, "mine") == decode_header(theirs.header, "theirs")
     assert mine.header == theirs.header and torch.equal(mine.body, theirs.body)
-    assert digest_of(joined([packed(part, carried) for part in parts], whole, Mark(), 0)) == alone.state.digest()
+    assert (
+        digest_of(joined([serialized(part, carried) for part in parts], whole, Position(), 0)) == alone.state.digest()
+    )
     assert named_digests(mine) == alone.state.parameter_digests()
 
 
 @pytest.mark.parametrize("divided", [[["0", "1"], ["2", "3"]], [["0", "3"], ["1", "2"]]])
 def test_a_whole_state_comes_apart_in_any_other_way(divided: list[list[str]]) -> None:
     theirs = OnePart(net(), None, steps=5)
-    theirs.state.mark, theirs.state.loop = Mark(7, 0, 1, 20), 2
+    theirs.state.position, theirs.state.loop = Position(7, 0, 1, 20), 2
     whole = theirs.state.snapshot()
     parts, model = stages(divided, steps=1)
     for part in parts:
         part.state.load(whole, "checkpoint 3")
-        assert part.state.mark == theirs.state.mark and part.state.loop == 2
+        assert part.state.position == theirs.state.position and part.state.loop == 2
         assert part.scheduler.state_dict() == theirs.scheduler.state_dict()
-    again = joined([packed(part, False) for part in parts], model, theirs.state.mark, 2)
+    again = joined([serialized(part, False) for part in parts], model, theirs.state.position, 2)
     assert again.header == whole.header and torch.equal(again.body, whole.body)
 
 
 def test_a_state_that_lacks_a_stage_or_has_another_is_refused() -> None:
     parts, _ = stages([["0", "1"], ["2", "3"]])
-    lacking = packed(OnePart(StageOf(net(), ["0", "1", "2"]), None), False)
+    lacking = serialized(OnePart(StageOf(net(), ["0", "1", "2"]), None), False)
     with pytest.raises(CheckpointError, match=r"checkpoint 3 has no parameter '3\.bias' of this model"):
         parts[0].state.load(lacking, "checkpoint 3")
-    more = packed(OnePart(nn.Sequential(*net(), nn.Linear(2, 2)), None), False)
+    more = serialized(OnePart(nn.Sequential(*net(), nn.Linear(2, 2)), None), False)
     with pytest.raises(CheckpointError, match=r"has parameter '4\.bias', which this model does not have"):
         parts[1].state.load(more, "checkpoint 3")
 
 
-def changed(part: Packed, change: Any) -> Packed:
+def changed(part: SerializedState, change: Any) -> SerializedState:
     header = decode_header(part.header, "a part")
     change(header.trees)
-    return Packed(msgspec.msgpack.encode(header), part.body)
+    return SerializedState(msgspec.msgpack.encode(header), part.body)
 
 
 def test_what_the_stages_have_in_common_must_be_the_same() -> None:
     parts, whole = stages([["0", "1"], ["2", "3"]])
-    first, second = (packed(part, False) for part in parts)
+    first, second = (serialized(part, False) for part in parts)
     parts[1].opt.param_groups[0]["lr"] = 0.5
     with pytest.raises(ScriptError, match="group 0 of optimizer 0 differs between the stages"):
-        joined([first, packed(parts[1], False)], whole, Mark(), 0)
+        joined([first, serialized(parts[1], False)], whole, Position(), 0)
     parts[1].scheduler.step()
     parts[1].opt.param_groups[0]["lr"] = parts[0].opt.param_groups[0]["lr"]
     parts[1].opt.param_groups[1]["lr"] = parts[0].opt.param_groups[1]["lr"]
     with pytest.raises(ScriptError, match=r"'scheduler' of job\.track differs between the stages"):
-        joined([first, packed(parts[1], False)], whole, Mark(), 0)
+        joined([first, serialized(parts[1], False)], whole, Position(), 0)
     fewer = changed(second, lambda trees: trees["optimizer0"]["groups"].pop())
     with pytest.raises(ScriptError, match="has 2 groups of parameters in stage 0 and others have 1"):
-        joined([first, fewer], whole, Mark(), 0)
+        joined([first, fewer], whole, Position(), 0)

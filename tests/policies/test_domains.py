@@ -130,8 +130,8 @@ def test_zones_are_kept_apart_where_the_machines_leave_room() -> None:
     assert "any one of 3 zones" in layout_words(code, at)
     one_large = sites(5, 1, 1, 1, zones=("b", "a", "a", "a"))  # two of a stripe in b would be on one machine
     assert set(most_together(code, made(code, 60, one_large), one_large).values()) == {1}
-    untold = sites(1, 1, 1, 1, zones=("a", "b", "", "c"))
-    assert len(limits_of(code, untold)) == 1
+    unconfirmed = sites(1, 1, 1, 1, zones=("a", "b", "", "c"))
+    assert len(limits_of(code, unconfirmed)) == 1
 
 
 def test_ps_stay_with_the_master_until_the_rest_can_be_lost() -> None:

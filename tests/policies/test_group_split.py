@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from everstep.config.spec import JobSpec
 from everstep.errors import DataError
-from everstep.model.group import Mark, Micro
+from everstep.model.group import Micro, Position
 from everstep.model.shard import ShardSchedule
 from everstep.policies.step_split import apportion, cut_step, divide, divide_parts, lr_factor, step_range, within
 
@@ -129,14 +129,14 @@ def test_any_history_of_sizes_trains_every_position_once(
     samples: int, batch: int, sizes: list[int], parts: int, fixed: bool
 ) -> None:
     spec = JobSpec(workers=3, logical_workers=parts, strategy="fixed" if fixed else "elastic")
-    mark, trained, size_at = Mark(), [], itertools.cycle(sizes)
+    position, trained, size_at = Position(), [], itertools.cycle(sizes)
     try:
-        while (cut := cut_step(mark, plan(samples), 2, batch, spec, size := next(size_at))) is not None:
+        while (cut := cut_step(position, plan(samples), 2, batch, spec, size := next(size_at))) is not None:
             assert len(cut.micros) == size
             assert all(cut.micros)
             check_tiles(flat(cut.micros), cut.lo, cut.hi)
             trained.append((cut.epoch, cut.lo, cut.hi))
-            mark = Mark(mark.step + 1, 0, cut.epoch, cut.hi)
+            position = Position(position.step + 1, 0, cut.epoch, cut.hi)
     except DataError:
         assert samples < max(parts, *sizes)
         return
@@ -149,14 +149,14 @@ def test_any_history_of_sizes_trains_every_position_once(
 
 def test_too_few_samples_is_one_clear_error() -> None:
     with pytest.raises(DataError, match="3 samples, fewer than the 4 logical workers"):
-        cut_step(Mark(), plan(3), 1, 2, JobSpec(logical_workers=4), 1)
+        cut_step(Position(), plan(3), 1, 2, JobSpec(logical_workers=4), 1)
     with pytest.raises(DataError, match="fewer than the 5 workers"):
-        cut_step(Mark(), plan(3), 1, 1, JobSpec(workers=5), 5)
+        cut_step(Position(), plan(3), 1, 1, JobSpec(workers=5), 5)
 
 
 def test_the_global_batch_by_strategy() -> None:
     def total(size: int, **spec: object) -> int:
-        cut = cut_step(Mark(), plan(10_000), 1, 8, JobSpec(workers=4, **spec), size)  # type: ignore[arg-type]
+        cut = cut_step(Position(), plan(10_000), 1, 8, JobSpec(workers=4, **spec), size)  # type: ignore[arg-type]
         assert cut is not None
         return cut.total
 
@@ -170,6 +170,6 @@ def test_learning_rate_rules() -> None:
     assert lr_factor(JobSpec(workers=4, lr_rule="linear"), 8, 32) == 0.25
     assert lr_factor(JobSpec(workers=4, lr_rule="sqrt"), 8, 32) == 0.5
     assert lr_factor(JobSpec(workers=4, lr_rule="sqrt", logical_workers=8), 8, 32) == 1.0
-    cut = cut_step(Mark(), plan(1000), 1, 8, JobSpec(workers=4, lr_rule="linear"), 2)
+    cut = cut_step(Position(), plan(1000), 1, 8, JobSpec(workers=4, lr_rule="linear"), 2)
     assert cut is not None
     assert cut.lr_factor == 0.5

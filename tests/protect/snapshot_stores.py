@@ -61,7 +61,7 @@ def checkpoint(writer: SnapshotWriter, where: Path | str, number: int, since: in
         job="toy",
         checkpoint=number,
         at=at,
-        base=since,
+        since=since,
         seed=SEED,
         partitions=PARTITIONS,
         tables=answer.tables,

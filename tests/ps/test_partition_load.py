@@ -6,7 +6,7 @@ import numpy as np
 
 from everstep.ids import PartitionId
 from everstep.native import unique_route
-from everstep.ps.ps_load import EVERY, TOLD, PartitionLoad
+from everstep.ps.ps_load import ANNOUNCED, EVERY, PartitionLoad
 
 
 class Clock:
@@ -32,7 +32,7 @@ def test_the_hottest_partitions_of_skewed_keys_are_told() -> None:
     clock.now = 10.0
     told = load.readings([PartitionId(b) for b in range(partitions)])
     named = {int(k.removeprefix("load.")): v for k, v in told.items() if k != "load"}
-    assert len(named) == TOLD
+    assert len(named) == ANNOUNCED
     assert set(np.argsort(-exact)[:3].tolist()) <= set(named)
     assert 0.5 * exact.sum() / 10 * 0.9 < told["load"] < 0.5 * exact.sum() / 10 * 1.1  # half of it after one half-life
 

@@ -16,6 +16,7 @@ from everstep.net.messages import Opened, Pushed
 from everstep.tables.worker_protocol import (
     AskLater,
     AskShard,
+    BatchFinished,
     Drop,
     Halt,
     RangeWork,
@@ -23,7 +24,6 @@ from everstep.tables.worker_protocol import (
     SendGiveBack,
     SendOpen,
     SendPush,
-    Settled,
     WorkerAction,
     WorkerProtocol,
     WorkFinished,
@@ -160,7 +160,7 @@ def test_a_shard_from_ask_to_done_and_the_end_of_the_data() -> None:
     assert all(w.partitions == {0: b"", 1: b""} for w in works)
     (done,) = only(out, SendDone)
     assert done == SendDone(lease(), ((Slot(0), Incarnation(1)), (Slot(1), Incarnation(1))), route=1)
-    assert len(only(out, Settled)) == 3
+    assert len(only(out, BatchFinished)) == 3
     (ask,) = m.done_answered(LeaseNo(1), Ok())
     assert ask == AskShard(0, 1, 2)
     assert m.answered(2, EndOfData()) == [WorkFinished()]
@@ -250,7 +250,7 @@ def test_a_gap_reopens_and_reconciles() -> None:
     start(m, ps, place, lease())
     sent = compute(m, 2)
     out = deliver(m, ps, sent[1:])  # the first one never arrives
-    assert len(only(out, SendOpen)) == 1 and not only(out, Settled)
+    assert len(only(out, SendOpen)) == 1 and not only(out, BatchFinished)
     assert m.next_work() is None
     again = open_all(m, ps, lease())  # the gradients are still there: nothing is computed again
     assert [(a.token.lo, a.token.hi) for a in only(again, SendPush)] == [(100, 110), (110, 120)]  # type: ignore[attr-defined]
@@ -295,9 +295,9 @@ def test_work_that_the_partitions_can_not_take_as_it_is_is_computed_again() -> N
         ps[0].counts.update((7, mark, p) for p in range(100, 110))
     m.placement(placement(ps, 2))
     out = open_all(m, ps, lease())
-    assert out == [Settled(a, True)]  # all have it
+    assert out == [BatchFinished(a, True)]  # all have it
     assert not m.current(b) and not m.current(c)
-    assert m.computed(b) == [Settled(b, False)] and m.computed(c) == [Settled(c, False)]
+    assert m.computed(b) == [BatchFinished(b, False)] and m.computed(c) == [BatchFinished(c, False)]
     works, out = work_all(m, ps)
     assert [(w.lo, w.hi) for w in works] == [(110, 115), (115, 125), (125, 130)]
     assert exactly_once(ps, lease())
@@ -317,7 +317,7 @@ def test_joined_batches_of_which_a_reopening_kept_only_some_are_given_up() -> No
     open_all(m, ps, lease())
     assert not m.current(a) and m.current(b)
     out = m.computed(joined)
-    assert only(out, Settled) == [Settled(joined, False)] and only(out, SendOpen)
+    assert only(out, BatchFinished) == [BatchFinished(joined, False)] and only(out, SendOpen)
     open_all(m, ps, lease())
     works, _ = work_all(m, ps)
     assert [w.lo for w in works] == [110, 120] and exactly_once(ps, lease())

@@ -106,7 +106,7 @@ class World:
                 least = min(o.pushes.owes_from if o.pushes.owes_from is not None else step for o in self.group)
                 for other in self.group:
                     other.attempt[step] = self.attempts
-                    other.pushes.settled(least)
+                    other.pushes.consumed(least)
                 self.agreed = self.route, sorted(self.servers())
             return
         if m.barrier < 0 and m.voted == step and all(o.voted >= step or o.step > step for o in self.group):

@@ -13,13 +13,13 @@ from everstep.native.ledger import PushLedger
 from everstep.net.messages import Pushed
 from everstep.tables.worker_protocol import (
     AskShard,
+    BatchFinished,
     Drop,
     RangeWork,
     SendDone,
     SendGiveBack,
     SendOpen,
     SendPush,
-    Settled,
     WorkerAction,
     WorkerProtocol,
     WorkFinished,
@@ -99,9 +99,9 @@ def test_a_step_of_two_leases_is_one_push_to_each_ps() -> None:
     ]
     assert c.m.unacknowledged == 1
     said = c.deliver(out)
-    (settled,) = only(said, Settled)
-    assert isinstance(settled, Settled) and settled.applied
-    assert (settled.work.lo, settled.work.hi, [(w.lo, w.hi) for w in settled.others]) == (100, 120, [(120, 130)])
+    (finished,) = only(said, BatchFinished)
+    assert isinstance(finished, BatchFinished) and finished.applied
+    assert (finished.work.lo, finished.work.hi, [(w.lo, w.hi) for w in finished.others]) == (100, 120, [(120, 130)])
     assert [d.lease for d in only(said, SendDone)] == [FIRST]  # type: ignore[attr-defined]
     said = c.deliver(step(c.m, e))
     assert [d.lease for d in only(said, SendDone)] == [SECOND]  # type: ignore[attr-defined]
@@ -126,8 +126,8 @@ def test_a_gap_dissolves_the_step_and_each_lease_is_computed_again() -> None:
     out = step(c.m, a, b, d)
     said = c.deliver(out)
     assert c.marks(7) == [120, 120, 100, 100] and c.marks(8) == [130, 130, 125, 125]
-    (settled,) = only(said, Settled)
-    assert isinstance(settled, Settled) and not settled.applied and len(settled.others) == 1
+    (finished,) = only(said, BatchFinished)
+    assert isinstance(finished, BatchFinished) and not finished.applied and len(finished.others) == 1
     assert {o.lease.no for o in only(said, SendOpen)} == {1, 2}  # type: ignore[attr-defined]
     assert c.m.unacknowledged == 0 and c.m.next_work() is None
     c.open(FIRST, SECOND)
@@ -150,8 +150,8 @@ def test_a_step_whose_first_lease_was_lost_gives_the_other_one_back_to_be_comput
     out = step(c.m, a, b, d)
     said = c.m.revoked(FIRST.no)
     assert only(said, Drop) == [Drop(FIRST, "revoked by the master")]
-    (settled,) = only(said, Settled)
-    assert isinstance(settled, Settled) and not settled.applied
+    (finished,) = only(said, BatchFinished)
+    assert isinstance(finished, BatchFinished) and not finished.applied
     assert {o.lease.no for o in only(said, SendOpen)} == {2}  # type: ignore[attr-defined]
     for ledger in c.ps:  # somebody else has it by now
         ledger.open(FIRST.shard, FIRST.start, 9)
@@ -174,8 +174,8 @@ def test_a_step_with_a_batch_of_a_lease_that_is_gone_is_pushed_to_nobody() -> No
     assert not c.m.alike([a, b, d])
     said = step(c.m, a, b, d)
     assert not only(said, SendPush)
-    (settled,) = only(said, Settled)
-    assert isinstance(settled, Settled) and not settled.applied
+    (finished,) = only(said, BatchFinished)
+    assert isinstance(finished, BatchFinished) and not finished.applied
     c.open(SECOND)
     while (work := c.m.next_work()) is not None:
         c.deliver(step(c.m, work))
@@ -205,7 +205,7 @@ def test_a_step_left_out_in_part_says_which_samples_count() -> None:
     assert (push.token.lo, push.token.hi, push.skipped, push.left_out) == (100, 110, False, False)
     assert push.more == (Span(FIRST.shard, 110, 120, FIRST.no, False), Span(SECOND.shard, 120, 130, SECOND.no))
     said = c.deliver(out)
-    assert only(said, Settled) and c.marks(7) == [120] * PARTITIONS and c.marks(8) == [130] * PARTITIONS
+    assert only(said, BatchFinished) and c.marks(7) == [120] * PARTITIONS and c.marks(8) == [130] * PARTITIONS
 
 
 def test_held_back_to_the_end_is_pending_and_ends_the_data_and_a_step_finishes_it() -> None:

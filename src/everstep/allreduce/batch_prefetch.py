@@ -21,13 +21,13 @@ _QUICK_S = 0.0004  # a change of thread and back, on a machine that is busy
 _RECENT = 4  # batches, of which the quickest counts: a thread that others interrupt is slow now and then
 
 
-class AheadReader:
+class PrefetchReader:
     """Reads ahead with ``read(epoch, lo, hi)``, one batch at most. A wrong guess costs one read."""
 
-    def __init__(self, read: Callable[[int, int, int], Any], ahead: bool) -> None:
+    def __init__(self, read: Callable[[int, int, int], Any], prefetch: bool) -> None:
         self._read = read
         self._took_s: deque[float] = deque(maxlen=_RECENT)
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="everstep-reader") if ahead else None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="everstep-reader") if prefetch else None
         self._guess: tuple[Place, Future[Any]] | None = None
         self._next: Place | None = None  # a guess that nobody reads yet
         self._held: tuple[Place, Any] | None = None  # one that was read by ``fill``

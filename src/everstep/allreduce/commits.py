@@ -1,8 +1,9 @@
 """Brings a member's committed steps to the journal, and into its own log.
 
-A step goes through four states: done here; *settled*: everybody is known to have it, so nobody does it again; told to
-the master; confirmed by it. Only settled steps are told. The lowest rank tells them; the others keep them until they
-hear, with a vote, that the master has them, and tell them themselves when that takes too long.
+A step goes through four states: done here; *committed everywhere*: every member is known to have it, so nobody does it
+again; told to the master; confirmed by it. Only steps that are committed everywhere are told. The lowest rank tells
+them; the others keep them until they hear, with a vote, that the master has them, and tell them themselves when that
+takes too long.
 """
 
 from __future__ import annotations
@@ -24,19 +25,21 @@ class Commits:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._done: deque[Committed] = deque()
-        self._settled: deque[Committed] = deque()  # not yet in the log
-        self._untold: deque[Committed] = deque()  # in the log, not confirmed; merged
+        self._everywhere: deque[Committed] = deque()  # not yet in the log
+        self._unconfirmed: deque[Committed] = deque()  # in the log, not confirmed; merged
         self.confirmed = -1  # last step that the master has, as far as known
 
     def __repr__(self) -> str:
-        return f"<Commits {len(self._done)} done {len(self._settled)} settled {len(self._untold)} to confirm>"
+        return (
+            f"<Commits {len(self._done)} done {len(self._everywhere)} everywhere {len(self._unconfirmed)} to confirm>"
+        )
 
     def begin(self, step: int) -> None:
         """The group begins at ``step``: nothing before it is ours to tell, or counts any more."""
         with self._lock:
             self._done.clear()
-            self._settled.clear()
-            self._untold.clear()
+            self._everywhere.clear()
+            self._unconfirmed.clear()
             self.confirmed = step - 1
 
     def done(self, committed: Committed) -> None:
@@ -52,30 +55,31 @@ class Commits:
                 committed = self._done.popleft()
                 if committed.generation < generation:  # (who left the group in between may lack it)
                     committed = msgspec.structs.replace(committed, met=generation)
-                self._settled.append(committed)
+                self._everywhere.append(committed)
                 new = True
             return new
 
     def to_log(self) -> list[Committed]:
-        """Return the newly settled steps, consecutive ones as one range. From now on they are to be told."""
+        """Return the steps that are newly committed everywhere, consecutive ones as one range. From now on they are to
+        be told."""
         with self._lock:
             ranges: list[Committed] = []
-            while self._settled:
-                merge(ranges, self._settled.popleft())
+            while self._everywhere:
+                merge(ranges, self._everywhere.popleft())
             for committed in ranges:
-                self._untold.append(committed)
+                self._unconfirmed.append(committed)
             return ranges
 
     def to_tell(self) -> tuple[Committed, ...]:
         """Return what the master has not confirmed, oldest first, up to the first gap: before us, or where others went
         on without us for a while. Then somebody who has those steps tells."""
         with self._lock:
-            while self._untold and self._untold[0].last <= self.confirmed:
-                self._untold.popleft()
-            if not self._untold or self._untold[0].first > self.confirmed + 1:
+            while self._unconfirmed and self._unconfirmed[0].last <= self.confirmed:
+                self._unconfirmed.popleft()
+            if not self._unconfirmed or self._unconfirmed[0].first > self.confirmed + 1:
                 return ()
             ranges: list[Committed] = []
-            for committed in self._untold:
+            for committed in self._unconfirmed:
                 if ranges and committed.first != ranges[-1].last + 1:
                     break
                 merge(ranges, committed)
@@ -92,16 +96,16 @@ class Commits:
         """Return all steps that the master is not known to have, oldest first."""
         with self._lock:
             ranges: list[Committed] = []
-            for committed in (*self._untold, *self._settled, *self._done):
+            for committed in (*self._unconfirmed, *self._everywhere, *self._done):
                 if committed.last > self.confirmed:
                     merge(ranges, committed)
             return tuple(ranges)
 
     @property
     def waiting(self) -> int:
-        """Return how many ranges are settled and not confirmed."""
+        """Return how many ranges are committed everywhere and not confirmed."""
         with self._lock:
-            return len(self._settled) + sum(c.last > self.confirmed for c in self._untold)
+            return len(self._everywhere) + sum(c.last > self.confirmed for c in self._unconfirmed)
 
 
 def joined(ranges: tuple[tuple[int, int], ...], more: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:

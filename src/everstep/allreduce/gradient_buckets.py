@@ -115,7 +115,7 @@ Measured = tuple[int, bool] | Tensor
 
 def digest(flat: Tensor) -> tuple[int, bool]:
     """Return a sum over the bit pattern (any flipped bit changes it), and whether all values are finite."""
-    return told([measure(flat)])[0]
+    return read_digests([measure(flat)])[0]
 
 
 def measure(flat: Tensor) -> Measured:
@@ -154,7 +154,7 @@ def measure_there(flat: Tensor) -> Tensor:
     return torch.stack([total, torch.isfinite(values).all().to(torch.int64)])
 
 
-def told(measured: Sequence[Measured]) -> list[tuple[int, bool]]:
+def read_digests(measured: Sequence[Measured]) -> list[tuple[int, bool]]:
     """Return digests in their order. What is on devices comes in one small copy from each."""
     found: dict[int, tuple[int, bool]] = {}
     there: dict[torch.device, list[int]] = {}

@@ -139,7 +139,7 @@ class Buffers:
         if self._begun is None:
             self._begun = [saved.clone() for saved in self._saved], self._late
 
-    def sure(self) -> None:
+    def discard_undo(self) -> None:
         self._begun = None
 
     def roll_back(self) -> None:

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from everstep.allreduce.batch_prefetch import AheadReader
+from everstep.allreduce.batch_prefetch import PrefetchReader
 from everstep.allreduce.counting import Enumerated, SampleCounts
 from everstep.allreduce.devices import wait_for
 from everstep.allreduce.dtensor import settle
@@ -180,7 +180,7 @@ class GroupEngine:
         self._outside: Outside | None = None
         self._reducer: Reducer | None = None
         self._step: StepAttempt | None = None
-        self._reader: AheadReader | None = None
+        self._reader: PrefetchReader | None = None
         self._options = 0  # digest of the learning rates
         self._last = self._in_script = self._stepped = self._rehearsing = False
         self._outcome: VoteOutcome | None = None
@@ -432,7 +432,7 @@ class GroupEngine:
         self.loader_batch, self._largest_batch = loader.batch_size, largest
         looks = 0 if self.alone or self.divided else OUTSIDE_STEPS
         streams = None if self.alone and not self.spec.logical_workers else LoopStreams()
-        reader = self._reader = AheadReader(loader.read, ahead=not self.alone)
+        reader = self._reader = PrefetchReader(loader.read, prefetch=not self.alone)
         enumerated = Enumerated(sys._getframe())
         first_epoch, self._loop_begin = until_epoch - loader.epochs, -1
         draws = getattr(loader, "may_draw", False)
@@ -560,7 +560,7 @@ class GroupEngine:
             seed_range(self.spec.seed, step.epoch, micro.lo, step.dataset)
         self._reducer.begin_micro(micro, last)
 
-    def _read(self, reader: AheadReader, step: StepAttempt, number: int, plan: ShardSchedule) -> Any:
+    def _read(self, reader: PrefetchReader, step: StepAttempt, number: int, plan: ShardSchedule) -> Any:
         micro = step.micros[number]
         lo = micro.lo if micro.hi > micro.lo else max(step.lo, micro.lo - 2)  # empty: its neighbour's last samples
         batch = reader.get((step.epoch, lo, micro.hi))
@@ -604,8 +604,8 @@ class GroupEngine:
                 reducer.buffers.keep()
             else:
                 reducer.buffers.settle()
-            reducer.buffers.sure()
-            self._saved.sure()
+            reducer.buffers.discard_undo()
+            self._saved.discard_undo()
             reducer.stepped = self._stepped
             carried = reducer.carries
         else:

@@ -15,7 +15,7 @@ The shell (``session``) tells the machine what happened, and does the ``Action``
   once where the first words agree on it; else all begin with equal shares.
 - Whoever entered a vote and did not get its result asks the others of the next group: has anybody committed that
   step, it is committed; has nobody, it is done again. A dead one may have committed it: nobody hears of that, since a
-  step is told to the journal only when everybody is known to have it (``settled``).
+  step is told to the journal only when everybody is known to have it.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class GroupMachine:
 
     # ------------------------------------------------------------ what the master says
 
-    def told(self, group: Group) -> list[Action]:
+    def published(self, group: Group) -> list[Action]:
         """Take in that the master published ``group``. Old news and repeats change nothing."""
         if self.newest is not None and group.generation <= self.newest.generation:
             # who is joining may change without a new generation

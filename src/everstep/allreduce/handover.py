@@ -1,7 +1,7 @@
 """Gets the state of a group's member: whole, and then step by step until one trains along.
 
 A joiner does it in the background, while the others train: it copies a snapshot in pieces (whose frames have checksums)
-and then does to the copy what each later step did (``tape``), so that it enters with nothing left to copy. When its
+and then does to the copy what each later step did (the step log), so that it enters with nothing left to copy. When its
 source is lost it goes on with another member, from the beginning; when it is too slow to follow, it says that it can
 enter all the same, and what it lacks is copied while the group changes over.
 """
@@ -19,12 +19,12 @@ import torch
 
 from everstep import faultpoints
 from everstep.allreduce.devices import wait_for
-from everstep.allreduce.serialize import ALIGN_BYTES, BODY_MAX_BYTES, HEADER_MAX_BYTES, Packed
+from everstep.allreduce.serialize import ALIGN_BYTES, BODY_MAX_BYTES, HEADER_MAX_BYTES, SerializedState
 from everstep.allreduce.state import ReplicaState
 from everstep.allreduce.step_log import replay
 from everstep.errors import CheckpointError, DeadlineError, EverstepError, WireError
 from everstep.ids import Incarnation, Slot
-from everstep.model.group import GroupMember, Mark
+from everstep.model.group import GroupMember, Position
 from everstep.net.messages import (
     AskState,
     Bad,
@@ -84,7 +84,7 @@ def fetch(
     follow: bool = False,
     stopped: Callable[[], bool] = lambda: False,
     timeout_s: float = 600.0,
-) -> tuple[StateReady, Packed]:
+) -> tuple[StateReady, SerializedState]:
     """Return a member's state at its next boundary, or before ``step``. Raises WireError (broken, gone),
     DeadlineError."""
     deadline = Deadline(timeout_s, "a snapshot of a member's state")
@@ -104,7 +104,7 @@ def fetch(
 
 def read_parts(
     client: HandoverClient, me: tuple[Slot, Incarnation], ready: StateReady, stopped: Callable[[], bool] = lambda: False
-) -> Packed:
+) -> SerializedState:
     """Return the snapshot's bytes, several parts on their way at a time. Raises WireError, DeadlineError."""
     header = bytearray(ready.header_bytes)
     body = torch.empty(ready.body_bytes, dtype=torch.uint8)
@@ -129,7 +129,7 @@ def read_parts(
             raise WireError(f"no part of a state: {_why(answer)}")
         got += size
         faultpoints.reach("load_state")
-    return Packed(bytes(header), body)
+    return SerializedState(bytes(header), body)
 
 
 def _places(header: memoryview, body: memoryview) -> Callable[[int, int], memoryview]:
@@ -186,8 +186,8 @@ class StateFollower:
         self._stop = False
         self._breaks = 0
         self._too_slow = False  # the thread has ended: what is lacking is copied at the change-over
-        self.origin = 0
-        self.whole = False  # the state is that of ``state.mark``: not in the middle of being loaded, or of a step
+        self.lineage = 0
+        self.whole = False  # the state is that of ``state.position``: not in the middle of being loaded, or of a step
         self._stepping = False  # in the middle of a step
         self.following = False  # what the next steps do is on its way
         self.bytes_read = 0
@@ -198,7 +198,7 @@ class StateFollower:
         return threading.Thread(target=self._run, name="everstep-follow", daemon=True)
 
     def __repr__(self) -> str:
-        return f"<Follower of {self._source} at {self._state.mark}, {self._breaks} breaks>"
+        return f"<Follower of {self._source} at {self._state.position}, {self._breaks} breaks>"
 
     def follow(self, sources: Sequence[GroupMember], over: bool = False) -> None:
         """These have the state. Starts at the first call; a source that is not among them is given up. One that is
@@ -226,15 +226,15 @@ class StateFollower:
         with self._lock:
             return self.whole or self._stepping
 
-    def reach(self, mark: Mark, timeout_s: float) -> bool:
-        """Wait until the state is that of ``mark``; False: it does not get there by following."""
+    def reach(self, position: Position, timeout_s: float) -> bool:
+        """Wait until the state is that of ``position``; False: it does not get there by following."""
         deadline = Deadline(timeout_s)
         with self._lock:
-            while not (self.whole and self._state.mark >= mark):
+            while not (self.whole and self._state.position >= position):
                 if self._stop or not self.following or deadline.expired:
                     return False
                 self._lock.wait(min(0.1, deadline.left_s))
-            return self._state.mark == mark
+            return self._state.position == position
 
     def stop(self) -> None:
         """On return the thread does not touch the state any more."""
@@ -322,34 +322,34 @@ class StateFollower:
 
     def _load(self, client: HandoverClient, source: GroupMember, follow: bool) -> None:
         began = time.monotonic()
-        ready, packed = fetch(client, self._me, follow=follow, stopped=lambda: self._stop)
+        ready, serialized = fetch(client, self._me, follow=follow, stopped=lambda: self._stop)
         self._before()
         self.whole = False
-        self._state.load(packed, f"the state of {source}")
+        self._state.load(serialized, f"the state of {source}")
         wait_for(self._state.devices())  # (the script's thread may use another stream)
-        self.bytes_read += packed.size_bytes
+        self.bytes_read += serialized.size_bytes
         with self._lock:
-            self.origin, self.whole, self.following = ready.origin, True, follow
+            self.lineage, self.whole, self.following = ready.lineage, True, follow
             self._lock.notify_all()
         logger.info(
             "copied %d bytes of %s in %.3f s: step %d",
-            packed.size_bytes,
+            serialized.size_bytes,
             source,
             time.monotonic() - began,
-            self._state.mark.step,
+            self._state.position.step,
         )
 
     def _step_by_step(self, client: HandoverClient, source: GroupMember) -> None:
         said = False
         while not self._stop:
-            step = self._state.mark.step
+            step = self._state.position.step
             answer, body = client.request(NextStep(*self._me, step, POLL_S if said else 0.0), timeout_s=ANSWER_S)
             match answer:
                 case NotYet():
                     lag = 0
                 case StepDid():
                     self._apply(answer, body, source)
-                    lag = answer.newest - self._state.mark.step
+                    lag = answer.newest - self._state.position.step
                 case _:
                     raise GoneError(_why(answer))
             if not said and lag <= LAG_STEPS:
@@ -378,13 +378,13 @@ class StateFollower:
             tensors.numpy()[:] = body[at : at + body_bytes]
             at += body_bytes
             used += -(-body_bytes // ALIGN_BYTES) * ALIGN_BYTES
-            parts.append(Packed(header, tensors))
+            parts.append(SerializedState(header, tensors))
         if not parts:
             raise WireError("a step without its end")
         with self._lock:
             self.whole, self._stepping = False, True
         try:
-            replay(self._state, did.mark, parts, f"a step of {source}")
+            replay(self._state, did.position, parts, f"a step of {source}")
             wait_for(self._state.devices())
         except BaseException:
             self._stepping = False  # neither the old state nor the new one

@@ -30,7 +30,7 @@ from everstep.allreduce.replica_group import (
     Voted,
     split,
 )
-from everstep.allreduce.serialize import Packed
+from everstep.allreduce.serialize import SerializedState
 from everstep.allreduce.state import ReplicaState
 from everstep.allreduce.step import BehindLoop, LeaveJob, StepAttempt, VoteOutcome
 from everstep.errors import EverstepError, InternalError
@@ -55,19 +55,19 @@ class UnitState(ReplicaState):
         super().__init__(models, optimizers, tracked)
         self.unit = unit
 
-    def snapshot(self, into: torch.Tensor | None = None) -> Packed:
+    def snapshot(self, into: torch.Tensor | None = None) -> SerializedState:
         with self.unit.ordered(ReadOut("snapshot")):
             return super().snapshot(into)
 
-    def load(self, packed: Packed, what: str = "the state") -> None:
-        with self.unit.ordered(LoadState(len(packed.header), packed.body.numel(), what)):
-            self.unit.share(torch.frombuffer(bytearray(packed.header), dtype=torch.uint8))
-            self.unit.share(packed.body)
-            self._load(packed, what)
+    def load(self, serialized: SerializedState, what: str = "the state") -> None:
+        with self.unit.ordered(LoadState(len(serialized.header), serialized.body.numel(), what)):
+            self.unit.share(torch.frombuffer(bytearray(serialized.header), dtype=torch.uint8))
+            self.unit.share(serialized.body)
+            self._load(serialized, what)
 
-    def _load(self, packed: Packed, what: str) -> None:
+    def _load(self, serialized: SerializedState, what: str) -> None:
         """Load what all processes have got."""
-        super().load(packed, what)
+        super().load(serialized, what)
 
     def digest(self) -> int:
         with self.unit.ordered(ReadOut("digest")):
@@ -243,7 +243,7 @@ class FollowerSession:
         body = torch.empty(load.body_bytes, dtype=torch.uint8)
         self.unit.share(header)
         self.unit.share(body)
-        self.state.load(Packed(header.numpy().tobytes(), body), load.what)
+        self.state.load(SerializedState(header.numpy().tobytes(), body), load.what)
 
     def vote(self, step: StepAttempt, digest: int, nonfinite: bool, state: int = 0) -> VoteOutcome:
         return VoteOutcome(self.unit.hear(Voted).outcome)
@@ -255,7 +255,7 @@ class FollowerSession:
         """The leader says so."""
 
     def behind_loop(self) -> BehindLoop:
-        return BehindLoop(self.state.mark.step - 1, *self._behind)
+        return BehindLoop(self.state.position.step - 1, *self._behind)
 
     def grouped(self, group: Group) -> None:
         """Orders come to the leader."""

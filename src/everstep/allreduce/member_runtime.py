@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from everstep.allreduce.serialize import Packed
+from everstep.allreduce.serialize import SerializedState
 from everstep.brain.events import Answer
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, Slot
@@ -23,7 +23,7 @@ class CopyToBegin(Protocol):
     incarnation: int
     steps: tuple[Committed, ...]
 
-    def packed(self) -> Packed: ...
+    def serialized(self) -> SerializedState: ...
 
 
 class MemberRuntime(Protocol):

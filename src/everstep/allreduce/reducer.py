@@ -30,7 +30,14 @@ import torch
 from torch import Tensor, nn
 
 from everstep.allreduce.collective import CollectiveError
-from everstep.allreduce.gradient_buckets import BucketLayout, GradientBuckets, Measured, join_digests, measure, told
+from everstep.allreduce.gradient_buckets import (
+    BucketLayout,
+    GradientBuckets,
+    Measured,
+    join_digests,
+    measure,
+    read_digests,
+)
 from everstep.allreduce.group_buffers import Buffers
 from everstep.allreduce.logical import PartSums
 from everstep.allreduce.step import GroupWork, StepAttempt
@@ -559,7 +566,7 @@ class Reducer:
             if self._broken is not None:
                 return None
             measured.append(measure(flat))
-        found = told(measured)
+        found = read_digests(measured)
         self._check_flags()
         return ReducedStep(join_digests([sums for sums, _ in found]), all(fine for _, fine in found))
 
@@ -590,7 +597,7 @@ class Reducer:
         if self._broken is not None:
             return None
         measured = [measure(flat) for flat in tensors]
-        found = told(measured)
+        found = read_digests(measured)
         return ReducedStep(join_digests([sums for sums, _ in found]), all(fine for _, fine in found))
 
     def end_rounds(self, step: StepAttempt, left: bool = False) -> bool:

@@ -3,8 +3,8 @@
 The thread that trains only copies the state (at a boundary of two steps): script and optimizers may change any of it
 from then on. Another thread does the larger part, checksums and files, in the idle slots of the steps that follow
 (``machines.idle_slot``), so that no single step lends it the processors for all of that. It writes where the job's
-checkpoints lie, and tells the master once all members have committed every step before its mark. The manifest is the
-master's.
+checkpoints lie, and tells the master once all members have committed every step before its position. The manifest is
+the master's.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import torch
 
 from everstep import faultpoints
 from everstep.allreduce.member_runtime import MemberRuntime
-from everstep.allreduce.serialize import Packed, Unpacker
+from everstep.allreduce.serialize import SerializedState, Unpacker
 from everstep.allreduce.state import ReplicaState
 from everstep.brain.events import Refused, ReplicaWritten
 from everstep.config.spec import JobSpec
 from everstep.errors import CheckpointError, EverstepError, StorageError
 from everstep.machines.idle_slot import Budget, IdleSlot
-from everstep.model.group import Mark
+from everstep.model.group import Position
 from everstep.model.snapshot import CheckpointFile, Manifest, ReplicaCopy
 from everstep.net.messages import TakeReplica
 from everstep.net.retry import Deadline, backoff, retry
@@ -42,7 +42,7 @@ WRITE_S = 120.0  # a place that does not take the file is tried again for so lon
 SHARE = 0.25  # of a step's time: what writing a checkpoint that nobody waits for may cost in it (processor time)
 SILENT_S = 0.5  # without a step for so long, the writer goes on as if there had been one
 PACED_S = 10.0  # so much later than at full speed a checkpoint is complete at most
-TELL_S = 300.0  # for the last steps to be settled and journaled, and for a master to be there
+TELL_S = 300.0  # for the last steps to be committed everywhere and journaled, and for a master to be there
 
 logger = logging.getLogger("everstep.worker")
 
@@ -50,25 +50,26 @@ logger = logging.getLogger("everstep.worker")
 class Copied(NamedTuple):
     """Is a snapshot to be written: the fields of ``ReplicaCopy`` that are known when it is taken."""
 
-    packed: Packed
-    mark: Mark
+    serialized: SerializedState
+    position: Position
     numbers: int
     waits_in: int
     waits_from: int
 
 
 class ReplicaWriter:
-    """``boundary`` is for the thread that trains; ``order`` and ``settled`` for any. One checkpoint at a time."""
+    """``boundary`` is for the thread that trains; ``order`` and ``committed_everywhere`` for any. One checkpoint at a
+    time."""
 
     def __init__(self, state: ReplicaState, runtime: MemberRuntime) -> None:
         self._state, self._runtime = state, runtime
-        self.origin = 0
-        self.saved: Mark | None = None  # of the newest one that the master took
+        self.lineage = 0
+        self.saved: Position | None = None  # of the newest one that the master took
         self._lock = threading.Condition()
         self._order: TakeReplica | None = None
         self._busy = 0  # number of the one being written
         self._told: dict[int, ReplicaCopy] = {}  # the last one that was taken: said again when ordered again
-        self._settled = 0
+        self._committed_everywhere = 0
         self._spare: torch.Tensor | None = None
         self._closed = False
         self._slot = IdleSlot()
@@ -86,15 +87,15 @@ class ReplicaWriter:
                 self._slot.unlimited = True  # somebody waits for it now
                 self._lock.notify_all()
 
-    def settled(self, step: int) -> None:
+    def committed_everywhere(self, step: int) -> None:
         """Every member has committed all steps before ``step``."""
-        if step != self._settled:
+        if step != self._committed_everywhere:
             with self._lock:
-                self._settled = step
+                self._committed_everywhere = step
                 self._lock.notify_all()
 
     def boundary(self) -> None:
-        """The state is that of its mark: copy it, if it is wanted. Raises ScriptError: it cannot be saved."""
+        """The state is that of its position: copy it, if it is wanted. Raises ScriptError: it cannot be saved."""
         now = time.monotonic()
         since_s, self._stepped_at = now - self._stepped_at, now
         if self._busy:
@@ -110,9 +111,9 @@ class ReplicaWriter:
             self._slot = IdleSlot()
             self._slot.unlimited = not order.idle
         again = self._told.get(order.checkpoint)
-        packed = self._state.snapshot(into) if again is None else Packed(b"", torch.empty(0))
-        mark, numbers = self._state.mark, sum(p.numel() for _, p in self._state.parameters())
-        copied = Copied(packed, mark, numbers, *self._state.waits)
+        serialized = self._state.snapshot(into) if again is None else SerializedState(b"", torch.empty(0))
+        position, numbers = self._state.position, sum(p.numel() for _, p in self._state.parameters())
+        copied = Copied(serialized, position, numbers, *self._state.waits)
         threading.Thread(
             target=self._work, args=(order, copied, again), name="everstep-checkpoint", daemon=True
         ).start()
@@ -137,21 +138,21 @@ class ReplicaWriter:
     # ------------------------------------------------------------ the thread
 
     def _work(self, order: TakeReplica, copied: Copied, again: ReplicaCopy | None) -> None:
-        packed, mark = copied.packed, copied.mark
+        serialized, position = copied.serialized, copied.position
         try:
             error, snapshot = "", again
             if snapshot is None:
                 began = time.monotonic()
                 try:
-                    if 0 < order.limit_bytes < packed.body.numel():
-                        raise StorageError(too_large(packed.body.numel()), passing=False)
-                    file = self._write(order, packed, mark)
+                    if 0 < order.limit_bytes < serialized.body.numel():
+                        raise StorageError(too_large(serialized.body.numel()), passing=False)
+                    file = self._write(order, serialized, position)
                     if order.model:
-                        self._leave_model(order, packed, mark)
+                        self._leave_model(order, serialized, position)
                     snapshot = ReplicaCopy(
-                        mark=mark,
+                        position=position,
                         file=file,
-                        origin=self.origin,
+                        lineage=self.lineage,
                         parameters=copied.numbers,
                         waits_in=copied.waits_in,
                         waits_from=copied.waits_from,
@@ -161,7 +162,7 @@ class ReplicaWriter:
                     logger.info("checkpoint %d: %d bytes in %.3f s", order.checkpoint, file.size_bytes, took_s)
                 except EverstepError as failed:
                     error = str(failed)
-            if snapshot is None or self._wait_settled(snapshot.mark):
+            if snapshot is None or self._wait_settled(snapshot.position):
                 self._tell(order.checkpoint, snapshot, error)
         except EverstepError as failed:
             logger.warning("checkpoint %d: %s", order.checkpoint, failed)
@@ -169,7 +170,7 @@ class ReplicaWriter:
             with self._lock:
                 self._busy = 0
                 if again is None:
-                    self._spare = packed.body
+                    self._spare = serialized.body
                 self._lock.notify_all()
 
     def _pacer(self) -> Callable[[int], None]:
@@ -191,21 +192,21 @@ class ReplicaWriter:
     def _may(self, size: int) -> bool:
         return self._closed or self._slot.claim(size, size) > 0
 
-    def _leave_model(self, order: TakeReplica, packed: Packed, mark: Mark) -> None:
+    def _leave_model(self, order: TakeReplica, serialized: SerializedState, position: Position) -> None:
         """Raises StorageError, ConfigError, PlatformError."""
         with model_folder(order.model) as folder:
-            found = state_dicts(packed, f"the state of step {mark.step}")
-            write_state(found, folder, {"job": self._runtime.spec.name, "step": str(mark.step)})
+            found = state_dicts(serialized, f"the state of step {position.step}")
+            write_state(found, folder, {"job": self._runtime.spec.name, "step": str(position.step)})
 
-    def _write(self, order: TakeReplica, packed: Packed, mark: Mark) -> CheckpointFile:
+    def _write(self, order: TakeReplica, serialized: SerializedState, position: Position) -> CheckpointFile:
         """Write the file, durable on return. Raises StorageError, ConfigError."""
         runtime = self._runtime
         head = ReplicaHead(
             job=runtime.spec.name,
             checkpoint=order.checkpoint,
-            mark=mark,
-            header_bytes=len(packed.header),
-            body_bytes=packed.body.numel(),
+            position=position,
+            header_bytes=len(serialized.header),
+            body_bytes=serialized.body.numel(),
         )
         token = secrets.token_hex(4)
         path = f"images/{order.checkpoint:06d}/replica-{runtime.slot}.{runtime.incarnation}-{token}.rep"
@@ -217,8 +218,8 @@ class ReplicaWriter:
 
         def attempt() -> CheckpointFile:
             with open_place(order.url).create(path) as file:
-                body = packed.body.numpy().data
-                written = write_replica_file(file.write, head, packed.header, body, self._pacer())
+                body = serialized.body.numpy().data
+                written = write_replica_file(file.write, head, serialized.header, body, self._pacer())
                 file.commit()
             return msgspec.structs.replace(written, path=path)
 
@@ -230,11 +231,11 @@ class ReplicaWriter:
 
         return retry(attempt, StorageError, again=again, first_s=0.2, limit_s=5.0, wait=wait)
 
-    def _wait_settled(self, mark: Mark) -> bool:
+    def _wait_settled(self, position: Position) -> bool:
         with self._lock:
-            return self._lock.wait_for(lambda: self._settled >= mark.step or self._closed, TELL_S) and (
-                self._settled >= mark.step
-            )
+            return self._lock.wait_for(
+                lambda: self._committed_everywhere >= position.step or self._closed, TELL_S
+            ) and (self._committed_everywhere >= position.step)
 
     def _tell(self, checkpoint: int, snapshot: ReplicaCopy | None, error: str) -> None:
         runtime = self._runtime
@@ -249,7 +250,7 @@ class ReplicaWriter:
                 break
         if snapshot is not None:
             self._told = {checkpoint: snapshot}
-            self.saved = snapshot.mark
+            self.saved = snapshot.position
 
 
 # ---------------------------------------------------------------- back
@@ -267,7 +268,7 @@ def find_replica(spec: JobSpec, run_dir: Path, checkpoint: int, key: bytes) -> t
     raise CheckpointError(f"checkpoint {checkpoint} is not in {' nor in '.join(urls)}")
 
 
-def read_replica(place: StoragePlace, manifest: Manifest) -> Packed:
+def read_replica(place: StoragePlace, manifest: Manifest) -> SerializedState:
     """Return all of it, checked. Raises CheckpointError (of tables; damaged), StorageError."""
     if manifest.replica is None:
         raise CheckpointError(
@@ -291,22 +292,22 @@ def read_replica(place: StoragePlace, manifest: Manifest) -> Packed:
             else:
                 into[at : at + len(part)] = part
             at += len(part)
-    return Packed(bytes(header), body)
+    return SerializedState(bytes(header), body)
 
 
-def state_dicts(packed: Packed, what: str) -> dict[str, Any]:
+def state_dicts(serialized: SerializedState, what: str) -> dict[str, Any]:
     """Return the state as plain dicts, with torch.distributed.checkpoint's convention for optimizers (parameters by
     their fully qualified names): {"model": ..., "optimizers": [...], "tracked": {...}, "step": ..., "epoch": ...,
     "position": ...}. Raises CheckpointError."""
     try:
-        return _state_dicts(packed, what)
+        return _state_dicts(serialized, what)
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         why = " ".join(str(error).split())
         raise CheckpointError(f"{what} is not built as a state is: {type(error).__name__}: {why}") from None
 
 
-def _state_dicts(packed: Packed, what: str) -> dict[str, Any]:
-    unpacker = Unpacker(packed, what)
+def _state_dicts(serialized: SerializedState, what: str) -> dict[str, Any]:
+    unpacker = Unpacker(serialized, what)
     header = unpacker.header
     optimizers: list[Any] = []
     tracked: dict[str, Any] = {}
@@ -321,7 +322,7 @@ def _state_dicts(packed: Packed, what: str) -> dict[str, Any]:
         "model": {unpacker.name(n): unpacker.copy(n) for n in (*header.parameters, *header.buffers)},
         "optimizers": optimizers,
         "tracked": tracked,
-        **msgspec.structs.asdict(header.mark),
+        **msgspec.structs.asdict(header.position),
     }
 
 

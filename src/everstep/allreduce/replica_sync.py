@@ -21,7 +21,7 @@ from everstep import faultpoints
 from everstep.allreduce.handover import Connect, StateFollower, fetch
 from everstep.allreduce.member_runtime import CopyToBegin, MemberRuntime
 from everstep.allreduce.replica_checkpoint import ReplicaWriter, find_replica, read_replica
-from everstep.allreduce.serialize import Packed
+from everstep.allreduce.serialize import SerializedState
 from everstep.allreduce.state import ReplicaState
 from everstep.allreduce.state_source import StateSource
 from everstep.errors import (
@@ -33,7 +33,7 @@ from everstep.errors import (
     WireError,
 )
 from everstep.ids import Incarnation, NodeId, Slot
-from everstep.model.group import Group, GroupMember, Mark
+from everstep.model.group import Group, GroupMember, Position
 from everstep.model.member import Address
 from everstep.net.auth import Identity, Secret, load_secret
 from everstep.net.data import DataClient, DataServer
@@ -64,14 +64,14 @@ class ReplicaSync:
         self._rank = -1
         self.on_synced: Callable[[], None] | None = None
         self.on_error: Callable[[EverstepError], None] | None = None
-        self.origin = -1
+        self.own_lineage = -1
         self.healed = 0  # times that this member took over the majority's state
         self.address: Address | None = None
         self.copy: CopyToBegin | None = None  # to begin with, where nobody has a state
         self.adopted = -1  # step of the copy that the state began with
         self._has = False
         self._copied = False  # followed, and not compared with others' yet
-        self._initial: Packed | None = None  # as the script made it, once it may be overwritten
+        self._initial: SerializedState | None = None  # as the script made it, once it may be overwritten
         self._follower: StateFollower | None = None
         self._lock = threading.Lock()
         self._server: DataServer | None = None
@@ -83,7 +83,7 @@ class ReplicaSync:
             self._listen(os.environ.get("EVERSTEP_HOST", "") if host is None else host)
 
     def __repr__(self) -> str:
-        return f"<ReplicaSync at {self._state.mark}, origin {self.origin}, {self._follower or self.source!r}>"
+        return f"<ReplicaSync at {self._state.position}, origin {self.own_lineage}, {self._follower or self.source!r}>"
 
     def _listen(self, host: str) -> None:
         runtime = self._runtime
@@ -136,18 +136,18 @@ class ReplicaSync:
     def has_state(self, has: bool) -> None:
         self._has = has
         if not has:
-            self.origin = -1
+            self.own_lineage = -1
 
     @property
-    def line(self) -> int:
+    def lineage(self) -> int:
         """Of states (the generation that began it) that this one belongs to; -1: none is known."""
         follower = self._follower
-        return follower.origin if follower is not None else self.origin
+        return follower.lineage if follower is not None else self.own_lineage
 
     # ------------------------------------------------------------ while training
 
     def boundary(self) -> None:
-        """A step is over and ``state.mark`` is that of the next one."""
+        """A step is over and ``state.position`` is that of the next one."""
         self.source.boundary()
         self.writer.boundary()
 
@@ -156,11 +156,11 @@ class ReplicaSync:
         self.source.idle()
         self.writer.boundary()
 
-    def settled(self, step: int) -> None:
+    def committed_everywhere(self, step: int) -> None:
         """Every member has committed all steps before ``step``."""
-        self.writer.settled(step)
+        self.writer.committed_everywhere(step)
 
-    def sure(self) -> None:
+    def journaled(self) -> None:
         """The journal reaches to where this member came in: its state is not given up while it lives."""
         self._initial = None
 
@@ -217,39 +217,39 @@ class ReplicaSync:
 
     # ------------------------------------------------------------ a new group
 
-    def agree(self, group: Group, rank: int, gather: Gather) -> Mark:
-        """Have the same state as every other member; the mark of it. The first thing in a group, between two steps.
+    def agree(self, group: Group, rank: int, gather: Gather) -> Position:
+        """Have the same state as every other member; the position of it. The first thing in a group, between two steps.
 
         ``gather``: all-gather of some int64 over the group; what it raises passes through, and nothing is harmed then.
         Raises ScriptError (models differ), CheckpointError (nothing to begin from), PlatformError."""
-        if group.copied == self._me and self.copy is not None and not (self._has and self.origin == group.origin):
+        if group.copied == self._me and self.copy is not None and not (self._has and self.own_lineage == group.lineage):
             self._begin_with(self.copy, group)
         follower = self._follower
-        has = self.has_state and self.line == group.origin
+        has = self.has_state and self.lineage == group.lineage
         joins = has and (follower is not None or self._copied)
         formed = False
-        words = gather([has, joins, self._state.loop, *_numbers(self._state.mark)])
+        words = gather([has, joins, self._state.loop, *_numbers(self._state.position)])
         faultpoints.reach("agree")
-        marks, loops = [Mark(*w[3:]) for w in words], [w[2] for w in words]
+        positions, loops = [Position(*w[3:]) for w in words], [w[2] for w in words]
         holders = [r for r, w in enumerate(words) if w[0] and not w[1]] or [r for r, w in enumerate(words) if w[0]]
         if not holders:
             formed = True
             self._form(group, gather)
         else:
-            step = max(marks[r].step for r in holders)
-            newest = [r for r in holders if marks[r].step == step]
+            step = max(positions[r].step for r in holders)
+            newest = [r for r in holders if positions[r].step == step]
             reference = min(newest, key=lambda r: (-loops[r], r))
-            if any(not w[0] or w[1] or m.step != step for w, m in zip(words, marks, strict=True)):
-                self._level(group, rank, gather, reference, (marks[reference], loops[reference]), has)
-        self._has, self.origin, self.source.origin = True, group.origin, group.origin
-        self._rank, self.writer.origin = rank, group.origin
+            if any(not w[0] or w[1] or m.step != step for w, m in zip(words, positions, strict=True)):
+                self._level(group, rank, gather, reference, (positions[reference], loops[reference]), has)
+        self._has, self.own_lineage, self.source.lineage = True, group.lineage, group.lineage
+        self._rank, self.writer.lineage = rank, group.lineage
         self._copied = False
         if formed:
             self._initial = None
         self.copy = None  # (it is older than the state from here on)
         self.source.leave((m.slot, m.incarnation) for m in (*group.members, *_lost(group)))
         faultpoints.reach("agreed")
-        return self._state.mark
+        return self._state.position
 
     def compare(self, group: Group, rank: int, gather: Gather) -> None:
         """A vote said that members have different states. Find which, and let those that are in the minority have the
@@ -272,7 +272,7 @@ class ReplicaSync:
         said = ", ".join(
             f"{row[first] & (1 << 64) - 1:016x} on worker:{m.slot}" for m, row in zip(group.members, rows, strict=False)
         )
-        step = self._state.mark.step
+        step = self._state.position.step
         if reference < 0:
             raise ReplicasDifferError(
                 f"the replicas have drifted apart: before step {step} the digest of {what} is {said}, and no majority "
@@ -290,7 +290,7 @@ class ReplicaSync:
             group.members[reference],
         )
         self.healed += rank in behind
-        self._level(group, rank, gather, reference, (self._state.mark, self._state.loop), True)
+        self._level(group, rank, gather, reference, (self._state.position, self._state.loop), True)
 
     def _truth(self, group: Group, rows: Sequence[Sequence[int]]) -> int:
         """Return the rank whose state is right; -1: nobody knows."""
@@ -306,25 +306,28 @@ class ReplicaSync:
                 return ranks[-1]
         return -1
 
-    def _level(self, group: Group, rank: int, gather: Gather, reference: int, at: tuple[Mark, int], has: bool) -> None:
-        """Somebody is new, or behind: all get the state of rank ``reference``, which is ``at`` that mark and loop."""
-        whole, (mark, loop) = has, at
+    def _level(
+        self, group: Group, rank: int, gather: Gather, reference: int, at: tuple[Position, int], has: bool
+    ) -> None:
+        """Somebody is new, or behind: all get the state of rank ``reference``, which is ``at`` that position and
+        loop."""
+        whole, (position, loop) = has, at
         if self._follower is not None:
-            self._follower.reach(mark, CATCH_UP_S)
+            self._follower.reach(position, CATCH_UP_S)
             whole = self._end_following() and has
         for _ in range(FETCH_TRIES):
-            there = whole and (self._state.mark.step, self._state.loop) == (mark.step, loop)
+            there = whole and (self._state.position.step, self._state.loop) == (position.step, loop)
             words = gather([there, self._state.quick_digest() if there else 0])
             behind = [r for r, w in enumerate(words) if w != words[reference]]
             if not behind:
                 return
             if rank == reference:
-                logger.warning("state of step %d is copied to %s", mark.step, _names(group, behind))
+                logger.warning("state of step %d is copied to %s", position.step, _names(group, behind))
                 self.source.provide()
             if rank in behind:
-                if has and self.origin == group.origin and there:
+                if has and self.own_lineage == group.lineage and there:
                     logger.error("worker:%s: our state differs from that of others", self._runtime.slot)
-                whole = self._copy(group.members[reference], mark.step, whole)
+                whole = self._copy(group.members[reference], position.step, whole)
         raise PlatformError(
             f"worker:{self._runtime.slot} could not get the state of {group.members[reference]} in "
             f"{FETCH_TRIES} attempts"
@@ -338,14 +341,14 @@ class ReplicaSync:
             logger.warning("cannot copy the state of %s: %s", member, error)
             return whole
         try:
-            _, packed = fetch(client, self._me, step=step, timeout_s=60.0)
+            _, serialized = fetch(client, self._me, step=step, timeout_s=60.0)
         except (WireError, DeadlineError) as error:
             logger.warning("cannot copy the state of %s: %s", member, error)
             return whole
         finally:
             client.close()
         self.source.reset()
-        self._state.load(packed, f"the state of {member}")
+        self._state.load(serialized, f"the state of {member}")
         return True
 
     def _end_following(self) -> bool:
@@ -353,7 +356,7 @@ class ReplicaSync:
         follower = self._follower
         assert follower is not None
         follower.stop()
-        self._has, self.origin = follower.whole, follower.origin
+        self._has, self.own_lineage = follower.whole, follower.lineage
         self._copied, self._follower = True, None
         return follower.whole
 
@@ -361,9 +364,9 @@ class ReplicaSync:
 
     def _begin_with(self, copy: CopyToBegin, group: Group) -> None:
         """Take the copy that outlived this worker's former life as the state; others get it from here."""
-        self._state.load(copy.packed(), f"the copy of step {copy.held.mark.step}")
-        self._state.mark = group.begin
-        self._has, self.origin, self.adopted = True, group.origin, group.begin.step
+        self._state.load(copy.serialized(), f"the copy of step {copy.held.position.step}")
+        self._state.position = group.begin
+        self._has, self.own_lineage, self.adopted = True, group.lineage, group.begin.step
         self.source.reset()
         logger.info("begins with the copy of step %d", group.begin.step)
 
@@ -378,7 +381,7 @@ class ReplicaSync:
         else:
             digests = self._state.parameter_digests()
             self._compare(group, gather, digests)
-        self._state.mark = group.begin
+        self._state.position = group.begin
         self.source.reset()
 
     def _restore(self, checkpoint: int) -> None:
@@ -386,7 +389,7 @@ class ReplicaSync:
         key = self._secret.checkpoint_key if self._secret is not None else b""
         place, manifest = find_replica(runtime.spec, runtime.run_dir, checkpoint, key)
         self._state.load(read_replica(place, manifest), f"checkpoint {checkpoint} of {place.url}")
-        logger.info("loaded checkpoint %d of %s: step %d", checkpoint, place.url, self._state.mark.step)
+        logger.info("loaded checkpoint %d of %s: step %d", checkpoint, place.url, self._state.position.step)
 
     def _compare(self, group: Group, gather: Gather, digests: dict[str, int]) -> None:
         """Compare the members' states; ScriptError, at all members alike, names the first parameter that differs and
@@ -425,8 +428,8 @@ class ReplicaSync:
             self._server.close(timeout_s=1.0)
 
 
-def _numbers(mark: Mark) -> tuple[int, int, int, int]:
-    return mark.step, mark.dataset, mark.epoch, mark.position
+def _numbers(position: Position) -> tuple[int, int, int, int]:
+    return position.step, position.dataset, position.epoch, position.sample
 
 
 def _int64(hashed: Any) -> int:

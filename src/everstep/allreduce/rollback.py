@@ -102,7 +102,7 @@ class SavedScript:
                 for p, value in zip(self.params, self._values, strict=True):
                     p.copy_(value)
 
-    def sure(self) -> None:
+    def discard_undo(self) -> None:
         """The step is committed."""
         self._values = self._kept = None
 

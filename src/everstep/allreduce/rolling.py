@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from torch import Tensor
 
 from everstep.allreduce import dtensor
-from everstep.allreduce.gradient_buckets import Measured, digest_of, join_digests, measure, octets, told
+from everstep.allreduce.gradient_buckets import Measured, digest_of, join_digests, measure, octets, read_digests
 
 if TYPE_CHECKING:
     from everstep.allreduce.state import ReplicaState
@@ -69,7 +69,7 @@ class RollingDigest:
         number = step // every % len(self._slices)
         if not number:
             self._plan(shape)
-        return join_digests([total for total, _ in told([piece.measured() for piece in self._slices[number]])])
+        return join_digests([total for total, _ in read_digests([piece.measured() for piece in self._slices[number]])])
 
     def _plan(self, shape: tuple[int, ...]) -> None:
         self._shape = shape

@@ -18,9 +18,9 @@ import torch
 from everstep.allreduce.dtensor import local, whole
 from everstep.bounds import MALFORMED
 from everstep.errors import CheckpointError, ScriptError
-from everstep.model.group import Mark
+from everstep.model.group import Position
 
-PACKED_VERSION = 1
+STATE_VERSION = 1
 HEADER_MAX_BYTES = 64 << 20
 BODY_MAX_BYTES = 1 << 40
 DEPTH_MAX = 32
@@ -44,12 +44,12 @@ class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
     home: bool = False
 
 
-class PackedHeader(msgspec.Struct, frozen=True, kw_only=True):
+class SerializedHeader(msgspec.Struct, frozen=True, kw_only=True, rename={"position": "mark"}):
     """Says what is where; ``trees``: by name: optimizers, tracked objects; ``loop``: see ``ReplicaState``; 0: not known
     (older files)."""
 
-    version: int = PACKED_VERSION
-    mark: Mark = Mark()
+    version: int = STATE_VERSION
+    position: Position = Position()
     loop: int = 0
     size_bytes: int
     tensors: tuple[TensorEntry, ...]
@@ -59,7 +59,7 @@ class PackedHeader(msgspec.Struct, frozen=True, kw_only=True):
     trees: dict[str, Any] = {}
 
 
-class Packed(NamedTuple):
+class SerializedState(NamedTuple):
     """Is a packed state; ``header``: msgpack of a PackedHeader; ``body``: uint8 [size_bytes] on the CPU."""
 
     header: bytes
@@ -157,17 +157,17 @@ class Packer:
 
     def header(
         self,
-        mark: Mark,
+        position: Position,
         loop: int,
         trees: dict[str, Any],
         *,
         parameters: tuple[int, ...] = (),
         buffers: tuple[int, ...] = (),
         gradients: tuple[int, ...] = (),
-    ) -> PackedHeader:
+    ) -> SerializedHeader:
         """Return the header of all that was collected; nothing is copied yet."""
-        return PackedHeader(
-            mark=mark,
+        return SerializedHeader(
+            position=position,
             loop=loop,
             size_bytes=self._end,
             tensors=tuple(self.entries),
@@ -177,9 +177,9 @@ class Packer:
             trees=trees,
         )
 
-    def finish(self, header: PackedHeader, what: str, into: torch.Tensor | None = None) -> Packed:
+    def finish(self, header: SerializedHeader, what: str, into: torch.Tensor | None = None) -> SerializedState:
         """Return what was collected, packed (see ``pack``). Raises ScriptError: ``what`` is too much for a header."""
-        return Packed(encode_header(header, what), self.pack(into))
+        return SerializedState(encode_header(header, what), self.pack(into))
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -191,7 +191,7 @@ def _view(body: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
     return body[entry.at : end].view(dtype).view(entry.shape)
 
 
-def encode_header(header: PackedHeader, what: str) -> bytes:
+def encode_header(header: SerializedHeader, what: str) -> bytes:
     data = msgspec.msgpack.encode(header)
     if len(data) > HEADER_MAX_BYTES:
         raise ScriptError(f"{what} has {len(header.tensors)} tensors and plain values of {len(data)} bytes: too many")
@@ -201,23 +201,23 @@ def encode_header(header: PackedHeader, what: str) -> bytes:
 # ---------------------------------------------------------------- back
 
 
-_header_decoder = msgspec.msgpack.Decoder(PackedHeader)
+_header_decoder = msgspec.msgpack.Decoder(SerializedHeader)
 
 
-class _PackedVersion(msgspec.Struct):
+class _StateVersion(msgspec.Struct):
     version: int
 
 
-_version_decoder = msgspec.msgpack.Decoder(_PackedVersion)
+_version_decoder = msgspec.msgpack.Decoder(_StateVersion)
 
 
-def decode_header(data: bytes, what: str) -> PackedHeader:
+def decode_header(data: bytes, what: str) -> SerializedHeader:
     """Checked: every tensor lies inside of the body. CheckpointError, one line that begins with ``what``."""
     try:
         version = _version_decoder.decode(data).version
-        if version != PACKED_VERSION:
+        if version != STATE_VERSION:
             raise CheckpointError(
-                f"{what} is of version {version}, this everstep reads version {PACKED_VERSION}: install a newer one"
+                f"{what} is of version {version}, this everstep reads version {STATE_VERSION}: install a newer one"
             )
         header = _header_decoder.decode(data)
     except MALFORMED as error:
@@ -240,13 +240,13 @@ def decode_header(data: bytes, what: str) -> PackedHeader:
 class Unpacker:
     """Reads a packed state. Tensors are views of the body: whoever keeps one clones it."""
 
-    def __init__(self, packed: Packed, what: str) -> None:
+    def __init__(self, serialized: SerializedState, what: str) -> None:
         """CheckpointError: the header is not sound."""
         self.what = what
-        self.header = decode_header(packed.header, what)
-        if packed.body.numel() != self.header.size_bytes:
-            raise CheckpointError(f"{what} has {packed.body.numel()} bytes of {self.header.size_bytes}")
-        self._body = packed.body
+        self.header = decode_header(serialized.header, what)
+        if serialized.body.numel() != self.header.size_bytes:
+            raise CheckpointError(f"{what} has {serialized.body.numel()} bytes of {self.header.size_bytes}")
+        self._body = serialized.body
 
     def view(self, number: int) -> torch.Tensor:
         return _view(self._body, self.header.tensors[number])

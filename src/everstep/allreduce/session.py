@@ -23,7 +23,7 @@ from everstep.allreduce.device_group import DeviceCollective
 from everstep.allreduce.group_machine import AbortGroup, Action, Connect, Counted, Follow, GroupMachine
 from everstep.allreduce.group_store import GroupStore
 from everstep.allreduce.member_runtime import CopyToBegin, MemberRuntime
-from everstep.allreduce.serialize import Packed
+from everstep.allreduce.serialize import SerializedState
 from everstep.allreduce.step import BehindLoop, LeaveJob, StepAttempt, StepTables, VoteOutcome
 from everstep.allreduce.tunnel import INSIDE, Tunnels
 from everstep.brain.events import (
@@ -47,7 +47,7 @@ from everstep.errors import (
     ReplicasDifferError,
     ScriptError,
 )
-from everstep.model.group import Committed, Group, Mark
+from everstep.model.group import Committed, Group, Position
 from everstep.model.member import Address
 from everstep.model.reasons import LeaveReason
 from everstep.model.shard import ShardSchedule
@@ -80,15 +80,15 @@ _WAIT_S = 0.1
 
 
 class ReplicaOfMember(Protocol):
-    """Of ``allreduce.state.ReplicaState``: ``mark`` is where the state is, at the end of each step; ``loop``: which of
-    the script's loops it is of."""
+    """Of ``allreduce.state.ReplicaState``: ``position`` is where the state is, at the end of each step; ``loop``:
+    which of the script's loops it is of."""
 
-    mark: Mark
+    position: Position
     loop: int
 
-    def snapshot(self) -> Packed: ...
+    def snapshot(self) -> SerializedState: ...
 
-    def load(self, packed: Packed, what: str) -> None: ...
+    def load(self, serialized: SerializedState, what: str) -> None: ...
 
     def devices(self) -> set[torch.device]:
         """Return the devices that the model is on."""
@@ -108,14 +108,14 @@ class ReplicaCopies(Protocol):
     def copy(self) -> CopyToBegin | None: ...
 
     @property
-    def line(self) -> int: ...
+    def lineage(self) -> int: ...
 
     @property
     def secret(self) -> Secret | None: ...
 
     def follow(self, group: Group) -> None: ...
 
-    def agree(self, group: Group, rank: int, gather: Callable[[list[int]], list[list[int]]]) -> Mark: ...
+    def agree(self, group: Group, rank: int, gather: Callable[[list[int]], list[list[int]]]) -> Position: ...
 
     def compare(self, group: Group, rank: int, gather: Callable[[list[int]], list[list[int]]]) -> None: ...
 
@@ -123,9 +123,9 @@ class ReplicaCopies(Protocol):
 
     def idle(self) -> None: ...
 
-    def settled(self, step: int) -> None: ...
+    def committed_everywhere(self, step: int) -> None: ...
 
-    def sure(self) -> None: ...
+    def journaled(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -151,9 +151,9 @@ class Session:
         self._resolved = self._met = False  # of the present group
         self._met_at = 0  # step at which it did
         self._said_met = 0  # generation
-        self._came_at = 0  # step that our state was at in our first group of this line
+        self._came_at = 0  # step that our state was at in our first group of this lineage
         self._drifted = False  # a vote of the present group said that states differ; all of it know
-        self._origin: int | None = None  # of our state
+        self._own_lineage: int | None = None  # of our state
         self._broke_at = 0.0
         self._waiting_since = 0.0  # for a newer group, while the present one is broken
         self._asked_at = 0.0
@@ -161,7 +161,9 @@ class Session:
         self._formed = False  # nobody of the present group had a state
         self._furthest = 0  # loop that a holder of the state was in when the present group met, or before a step of it
         self._loop = 0  # of the script, from 1: the one it is in, or was in last
-        self._ahead: Packed | None = None  # the state, while the script passes loops that the state has behind it
+        self._ahead: SerializedState | None = (
+            None  # the state, while the script passes loops that the state has behind it
+        )
         self._over = False  # the master says: nothing left of what was asked for
         self._leaving: int | None = None  # exit status of the script
         self._leaving_since = 0.0
@@ -171,14 +173,14 @@ class Session:
         self._rehearsing = False  # the script's thread uses the state before the first group
         self._held_back: Follow | None = None  # meanwhile
         self._synced = 0  # generation that we follow, and are up with; 0: none
-        self._sure = 0  # the journal has the followed state up to where this loop of it began
+        self._announced_loop = 0  # the journal has the followed state up to where this loop of it began
         self._entered = False
         self._looping = False
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         self._telling = 0.0  # since when an answer to CommitSteps is awaited; 0.0: none is
         self._untold_since = 0.0
-        self._told_to = -1  # of the master's journal, when that was noted
+        self._announced_to = -1  # of the master's journal, when that was noted
         self._stalled_at = 0.0
         self._log: ChainWriter | None = None
         self._places: dict[int, tuple[int, int]] = {}  # by dataset: epoch and position, of those that we trained on
@@ -191,11 +193,11 @@ class Session:
         replica.on_error = self.fail
 
     def __repr__(self) -> str:
-        return f"<Session worker:{self.runtime.slot} {self.machine} at {self.state.mark} {self.commits}>"
+        return f"<Session worker:{self.runtime.slot} {self.machine} at {self.state.position} {self.commits}>"
 
     @property
-    def mark(self) -> Mark:
-        return self.state.mark
+    def position(self) -> Position:
+        return self.state.position
 
     @property
     def group(self) -> Group | None:
@@ -214,10 +216,10 @@ class Session:
         with contextlib.suppress(EverstepError):  # (``enter`` asks again, and waits for as long as it takes)
             answer = self.runtime.call(self._question(), _REHEARSAL_ASK_S)
             if isinstance(answer, Grouped) and answer.group is not None and self._has_time(answer.group):
-                cut = cut_step(answer.cursor, plan, until_epoch, batch_samples, self.runtime.spec, 1)
+                cut = cut_step(answer.position, plan, until_epoch, batch_samples, self.runtime.spec, 1)
                 if cut is not None:
                     cut = msgspec.structs.replace(cut, micros=(within(cut.micros[0], largest)[:1],))
-                    return StepAttempt.of(cut, answer.cursor, answer.group.generation, 0, Alone())
+                    return StepAttempt.of(cut, answer.position, answer.group.generation, 0, Alone())
         self.rehearsed()
         return None
 
@@ -295,7 +297,7 @@ class Session:
                     self._broken_collective(collective)
                     continue
                 self._drifted = False
-            mark = self.state.mark
+            position = self.state.position
             assert self.plan is not None
             cut = self._cut_step(group)
             if self.tables is not None:
@@ -303,7 +305,7 @@ class Session:
                     if cut is None:
                         self.tables.flush(group, collective)
                     else:
-                        stop = self.tables.survey(group, collective, mark, cut)
+                        stop = self.tables.survey(group, collective, position, cut)
                         cut = self._cut_step(group, stop) if 0 < stop < cut.hi else cut
                 except CollectiveError:
                     self._broken_collective(collective)
@@ -315,7 +317,7 @@ class Session:
                     return None
                 continue
             self._furthest = 0
-            return StepAttempt.of(cut, mark, group.generation, rank, collective, self.largest)
+            return StepAttempt.of(cut, position, group.generation, rank, collective, self.largest)
 
     def _begin_loop(self) -> None:
         self._loop += 1
@@ -335,8 +337,8 @@ class Session:
 
     def _cut_step(self, group: Group, stop: int = 0) -> StepCut | None:
         assert self.plan is not None
-        mark, spec, split = self.state.mark, self.runtime.spec, self.machine.split
-        return cut_step(mark, self.plan, self.until_epoch, self.batch_samples, spec, group.size, split, stop)
+        position, spec, split = self.state.position, self.runtime.spec, self.machine.split
+        return cut_step(position, self.plan, self.until_epoch, self.batch_samples, spec, group.size, split, stop)
 
     def vote(self, step: StepAttempt, digest: int, nonfinite: bool, state: int = 0) -> VoteOutcome:
         """Every member has reduced gradients with this ``digest``, and began the step with a state of which a slice has
@@ -378,7 +380,7 @@ class Session:
                 self._do(self._broke())
 
     def done(self, step: StepAttempt, stepped: bool = True) -> None:
-        """A committed (or skipped) step is over, the script's iteration too: the state is that of the next mark.
+        """A committed (or skipped) step is over, the script's iteration too: the state is that of the next position.
         ``stepped``: the script called ``opt.step()`` in it."""
         voted, self._voted = self._voted, None
         if voted is not None and not stepped and not voted.skipped:
@@ -386,12 +388,12 @@ class Session:
         if voted is None or voted.first != step.number:
             raise InternalError(f"done({step.number}) without its vote")
         self.commits.done(voted)
-        self.state.mark = Mark(step.number + 1, step.dataset, step.epoch, step.hi)
+        self.state.position = Position(step.number + 1, step.dataset, step.epoch, step.hi)
         self._places[step.dataset] = step.epoch, step.hi
         if step.size == 1:
             self._settle(step.number + 1)
         if self.commits.confirmed >= self._came_at:
-            self.replica.sure()
+            self.replica.journaled()
         self.replica.boundary()
 
     def _settle(self, before: int) -> None:
@@ -399,14 +401,14 @@ class Session:
         those have."""
         present = self.machine.present
         self.commits.settle(before, present.generation if present is not None else 0)
-        self.replica.settled(before if self.tables is None else min(before, self.tables.pushed))
+        self.replica.committed_everywhere(before if self.tables is None else min(before, self.tables.pushed))
 
     def behind_loop(self) -> BehindLoop:
         group, spec = self.machine.present, self.runtime.spec
         passing = self._ahead is not None or group is None
         size = 1 if group is None else group.size
         factor = rate_of(spec, self.batch_samples, size, self.machine.split)
-        return BehindLoop(self.state.mark.step - 1, factor, passing)
+        return BehindLoop(self.state.position.step - 1, factor, passing)
 
     def close(self, error: str = "") -> None:
         """The script is over: tell what is untold, leave the group. Harmless when repeated. Raises PlatformError where
@@ -421,7 +423,7 @@ class Session:
                 self.state.loop = max(self.state.loop, self._loop + 1)  # what follows the last loop is done too
                 newest = self.machine.newest
                 if self.tables is not None and newest is not None:
-                    self.tables.finish(self.state.mark.step - 1, newest.lease)
+                    self.tables.finish(self.state.position.step - 1, newest.lease)
             void = not self._tell_rest()
         if not failed and self._entered and not self._left and not void:
             with contextlib.suppress(EverstepError):
@@ -449,16 +451,16 @@ class Session:
         self.replica.close()
         if void and not self._left:
             raise PlatformError(
-                f"the steps up to {self.state.mark.step - 1} are void: whoever could tell the master of those before "
-                "ours was lost. They are done again, by this worker too"
+                f"the steps up to {self.state.position.step - 1} are void: the members that could tell the master of "
+                "those before ours were lost. They are done again, by this worker too"
             )
 
     def _say_done(self) -> bool:
         """Say that our script came to its end. Others may be lost that could tell steps which we copied: it is no end
         before the journal has those. False: they were lost, and our steps are void."""
-        copied = self._met_at if self._line == self._origin else 0
+        copied = self._met_at if self._lineage == self._own_lineage else 0
         while not self._void:
-            answer = self.runtime.call(GroupLeft(LeaveReason.DONE, self._line, copied), _CLOSE_S)
+            answer = self.runtime.call(GroupLeft(LeaveReason.DONE, self._lineage, copied), _CLOSE_S)
             if not isinstance(answer, Wait):
                 return not isinstance(answer, Refused)
             self._closed.wait(answer.retry_after_s)
@@ -494,15 +496,15 @@ class Session:
         return not self._void
 
     @property
-    def _line(self) -> int:
-        """Return the generation that began the line of our state; 0: we have none."""
-        return self.replica.line if self.replica.line > 0 else self._origin or 0
+    def _lineage(self) -> int:
+        """Return the generation that began the lineage of our state; 0: we have none."""
+        return self.replica.lineage if self.replica.lineage > 0 else self._own_lineage or 0
 
     @property
     def _void(self) -> bool:
-        """Return whether the line of our state has ended: all who had it for certain were lost."""
+        """Return whether the lineage of our state has ended: all who had it for certain were lost."""
         newest = self.machine.newest
-        return newest is not None and newest.origin > self._line > 0
+        return newest is not None and newest.lineage > self._lineage > 0
 
     # ------------------------------------------------------------ from other threads
 
@@ -515,7 +517,7 @@ class Session:
                 newest = self.machine.newest
                 self.machine.newest = group if newest is None or group.generation > newest.generation else newest
                 return
-            self._do(self.machine.told(group))
+            self._do(self.machine.published(group))
             self._changed.notify_all()
 
     def welcomed(self) -> None:
@@ -574,8 +576,8 @@ class Session:
                 return group, collective, rank
             if self.tables is not None:
                 try:
-                    if self.tables.rest(group, collective, self.state.mark):
-                        self._settle(self.state.mark.step)
+                    if self.tables.rest(group, collective, self.state.position):
+                        self._settle(self.state.position.step)
                 except CollectiveError:
                     self._broken_collective(collective)
                     continue
@@ -587,35 +589,35 @@ class Session:
 
     def _meet(self, group: Group, collective: Connected, rank: int) -> bool:
         """Agree on the state. False: the group broke meanwhile."""
-        if self._origin is not None and self._origin != group.origin:
+        if self._own_lineage is not None and self._own_lineage != group.lineage:
             self.replica.has_state = False  # all who had it were lost: its steps are void
-        before = self.state.mark
+        before = self.state.position
         if self._formed and group.from_nothing:
             self._must_have_begun(1)
         try:
-            mark = self.replica.agree(group, rank, collective.gather)
+            position = self.replica.agree(group, rank, collective.gather)
         except CollectiveError:
             self._broken_collective(collective)
             return False
         with self._changed:
-            if self._origin != group.origin:
+            if self._own_lineage != group.lineage:
                 # Who joins cannot know what was told before it came; the votes will say.
-                self.commits.begin(mark.step if self._formed else 0)
-                self._came_at = mark.step
+                self.commits.begin(position.step if self._formed else 0)
+                self._came_at = position.step
                 if self.tables is not None:
-                    self.tables.pushed = 0  # (what is known of another line does not count)
-            elif mark.step == before.step:
-                mark = before  # it may be turned to this loop's dataset already
-            self._origin = group.origin
-            self._met, self._met_at = True, mark.step
+                    self.tables.pushed = 0  # (what is known of another lineage does not count)
+            elif position.step == before.step:
+                position = before  # it may be turned to this loop's dataset already
+            self._own_lineage = group.lineage
+            self._met, self._met_at = True, position.step
             self._synced = 0
             self._ahead = None
             if self._formed and group.from_nothing:
                 self.state.loop = self._loop
             self._must_have_begun(self.state.loop)
-            self.state.mark = mark
+            self.state.position = position
         self._turn_to(self.dataset)
-        self._settle(mark.step)
+        self._settle(position.step)
         return True
 
     def _must_have_begun(self, loop: int) -> None:
@@ -657,7 +659,7 @@ class Session:
 
     def _part(self, collective: Connected) -> None:
         """Some of us are let go: know that the last step is everybody's, so that they can tell it before they go."""
-        step = self.state.mark.step
+        step = self.state.position.step
         try:
             collective.gather([step])
         except CollectiveError:
@@ -670,10 +672,13 @@ class Session:
         broke."""
         with self._changed:
             group = self.machine.present
-            void = group is None or (self._origin is not None and self._origin != group.origin)
-            followed = group is None or self.replica.line in (-1, group.origin)  # (else: of states that are no more)
+            void = group is None or (self._own_lineage is not None and self._own_lineage != group.lineage)
+            followed = group is None or self.replica.lineage in (
+                -1,
+                group.lineage,
+            )  # (else: of void states)
             has_state = self.replica.has_state and not void and followed
-            word = self.machine.word(self.state.mark.step if has_state else -1, self._loop)
+            word = self.machine.word(self.state.position.step if has_state else -1, self._loop)
         try:
             words = collective.gather(word)
         except CollectiveError:
@@ -742,37 +747,37 @@ class Session:
     def _passed(self) -> bool:
         """The same, and it may: the journal has the steps up to there. (Else those who could tell them may be lost yet.
         Then the steps are done again, by us too, and our script must not have come to its end.)"""
-        return self._behind() and self._sure > self._loop
+        return self._behind() and self._announced_loop > self._loop
 
     def _turn_to(self, dataset: int) -> None:
         """Turn to another dataset, where members left it, all after the same step. Takes no lock: it may ask."""
-        mark = self.state.mark
-        if not self.replica.has_state or mark.dataset == dataset or self.machine.present is None:
+        position = self.state.position
+        if not self.replica.has_state or position.dataset == dataset or self.machine.present is None:
             return
         place = self._places.get(dataset)
-        if place is None and mark.step:  # we came later: the journal has it since long
+        if place is None and position.step:  # we came later: the journal has it since long
             answer = self.runtime.call(self._question(), NEWS_S)
-            if isinstance(answer, Grouped) and answer.cursor.dataset == dataset:
-                place = answer.cursor.epoch, answer.cursor.position
-        epoch, position = place or (0, 0)
-        self.state.mark = Mark(mark.step, dataset, epoch, position)
+            if isinstance(answer, Grouped) and answer.position.dataset == dataset:
+                place = answer.position.epoch, answer.position.sample
+        epoch, sample = place or (0, 0)
+        self.state.position = Position(position.step, dataset, epoch, sample)
 
     def _farewell(self, collective: Connected) -> bool:
         """The loop is over for all: one more vote, so that nobody goes before everybody has the last step."""
-        mark = self.state.mark
+        position = self.state.position
         if self.before_end is not None:
             try:
                 self.before_end(collective)
             except CollectiveError:
                 self._broken_collective(collective)
                 return False
-        if self._cast(collective, mark.step, 0, False) is None:
+        if self._cast(collective, position.step, 0, False) is None:
             with self._changed:
                 self.machine.pending = None
             return False
         if self.tables is not None:
-            self.tables.pushed = mark.step  # everybody had pushed all before it voted
-        self._settle(mark.step)
+            self.tables.pushed = position.step  # everybody had pushed all before it voted
+        self._settle(position.step)
         return True
 
     def _cast(self, collective: Any, step: int, digest: int, nonfinite: bool, state: int = 0) -> bool | None:
@@ -950,29 +955,29 @@ class Session:
 
     def _ask(self) -> None:
         self._asked_at = time.monotonic()
-        line, loop = self.replica.line, self.state.loop
+        lineage, loop = self.replica.lineage, self.state.loop
         question = self._question()  # (of a mark that is not before the loop's begin)
 
         def answered(answer: Answer) -> None:
             self._answered(answer)
-            if not isinstance(answer, Grouped) or answer.group is None or question.mark is None:
+            if not isinstance(answer, Grouped) or answer.group is None or question.position is None:
                 return
-            if answer.group.origin == line and answer.cursor.step >= question.mark.step:
-                self._sure = max(self._sure, loop)
+            if answer.group.lineage == lineage and answer.position.step >= question.position.step:
+                self._announced_loop = max(self._announced_loop, loop)
 
         self.runtime.ask(question, answered)
 
     def _question(self) -> GroupAsked:
-        mark = self.state.mark if self.replica.has_state else None
-        copy = self.replica.copy.held if mark is None and self.replica.copy is not None else None
-        return GroupAsked(self.dataset, self.until_epoch, self.batch_samples, self.replica.address, mark, copy)
+        position = self.state.position if self.replica.has_state else None
+        copy = self.replica.copy.held if position is None and self.replica.copy is not None else None
+        return GroupAsked(self.dataset, self.until_epoch, self.batch_samples, self.replica.address, position, copy)
 
     def _answered(self, answer: Answer) -> None:
         if isinstance(answer, Grouped):
             if answer.group is not None:
                 with self._changed:
-                    if answer.group.origin == self._origin:
-                        self.commits.confirm(answer.cursor.step - 1)
+                    if answer.group.lineage == self._own_lineage:
+                        self.commits.confirm(answer.position.step - 1)
                 self.grouped(answer.group)
         elif isinstance(answer, EndOfData):
             self.finish()
@@ -1053,8 +1058,8 @@ class Session:
         if not self.commits.waiting:
             self._untold_since = 0.0
             return
-        if self.commits.confirmed != self._told_to:  # somebody's reports get there
-            self._told_to, self._untold_since = self.commits.confirmed, now
+        if self.commits.confirmed != self._announced_to:  # somebody's reports get there
+            self._announced_to, self._untold_since = self.commits.confirmed, now
         self._untold_since = self._untold_since or now
         if not steps:  # it has to be told first what came before we were here: has the master that?
             if now - self._untold_since > 1.0 and now - self._asked_at > _ASK_S and not everybody:
@@ -1062,15 +1067,15 @@ class Session:
             return
         if self._telling or not (self._first or everybody or now - self._untold_since > _TELL_ANYWAY_S):
             return
-        self._telling, line = now, self._origin
+        self._telling, lineage = now, self._own_lineage
 
-        def told(answer: Answer) -> None:
+        def published(answer: Answer) -> None:
             with self._changed:
-                if line == self._origin:  # (else these steps are void, and their numbers were given again)
+                if lineage == self._own_lineage:  # (else these steps are void, and their numbers were given again)
                     self.commits.confirm(steps[-1].last)
             self._telling = 0.0
 
-        self.runtime.ask(StepsCommitted(steps), told)
+        self.runtime.ask(StepsCommitted(steps), published)
 
     def _say_stalled(self) -> None:
         now = time.monotonic()
@@ -1086,7 +1091,7 @@ class Session:
             if group is None or not since or now - since < STALL_S or now - self._stalled_at < _STALL_AGAIN_S:
                 return
             self._stalled_at = now
-        stalled = GroupStalled(group.generation, self.state.mark.step, now - since)
+        stalled = GroupStalled(group.generation, self.state.position.step, now - since)
         self.runtime.ask(stalled, self._answered)
 
     def _close_retired(self, everything: bool = False) -> None:

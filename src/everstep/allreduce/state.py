@@ -1,8 +1,8 @@
 """Reads out whole, and puts back whole, what training changes on one member of a group.
 
 That is the models' parameters and buffers, the optimizers' state and hyper-parameters, whatever the script tracks
-(schedulers, GradScaler, averages), gradients that are carried from one step to the next, and the mark: the place in the
-data. All members have the same state at the same mark; a snapshot is taken at a boundary of two steps only.
+(schedulers, GradScaler, averages), gradients that are carried from one step to the next, and the position: the place
+in the data. All members have the same state at the same mark; a snapshot is taken at a boundary of two steps only.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import nn
 
 from everstep.allreduce import dtensor
 from everstep.allreduce.rolling import RollingDigest
-from everstep.allreduce.serialize import Packed, PackedHeader, Packer, Unpacker, encode_header
+from everstep.allreduce.serialize import Packer, SerializedHeader, SerializedState, Unpacker, encode_header
 from everstep.errors import CheckpointError, ScriptError
-from everstep.model.group import Mark
+from everstep.model.group import Position
 
 _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _HALF = 1 << 63
@@ -38,8 +38,8 @@ class Named(NamedTuple):
 class ReplicaState:
     """References to all of it, alive: the lists may grow until the first snapshot.
 
-    ``mark``: of the state as it is now. ``loop``: which of the script's loops (``job.steps``, from 1) it is of: what
-    the script did before that one is in it. ``carried``: ``p.grad`` is part of the state at this boundary. Not
+    ``position``: of the state as it is now. ``loop``: which of the script's loops (``job.steps``, from 1) it is of:
+    what the script did before that one is in it. ``carried``: ``p.grad`` is part of the state at this boundary. Not
     thread-safe: whoever trains calls it.
     """
 
@@ -53,7 +53,7 @@ class ReplicaState:
     ) -> None:
         """Take ``optimizers``: torch's own, not wrappers of ours. ``tracked``: with state_dict and load_state_dict."""
         self.models, self.optimizers, self.tracked = models, optimizers, tracked
-        self.mark = Mark()
+        self.position = Position()
         self.loop = 0
         self.carried = False
         self._rolling = RollingDigest(self)
@@ -61,7 +61,7 @@ class ReplicaState:
         self.rows: Any = None  # with state_dict and load_state_dict: gradients of tables on the ps
 
     def __repr__(self) -> str:
-        return f"<ReplicaState {len(self.models)} models, {len(self.optimizers)} optimizers, {self.mark}>"
+        return f"<ReplicaState {len(self.models)} models, {len(self.optimizers)} optimizers, {self.position}>"
 
     # ------------------------------------------------------------ what there is
 
@@ -119,16 +119,16 @@ class ReplicaState:
 
     # ------------------------------------------------------------ out
 
-    def snapshot(self, into: torch.Tensor | None = None) -> Packed:
+    def snapshot(self, into: torch.Tensor | None = None) -> SerializedState:
         """Return a copy, at the speed of memory. ``into``: uint8, used if it is exactly as long. Raises ScriptError:
         something is of a kind that cannot be saved."""
-        return self._packed(self.mark, self.loop, into)
+        return self._serialized(self.position, self.loop, into)
 
-    def _packed(self, mark: Mark, loop: int, into: torch.Tensor | None) -> Packed:
-        header, packer = self.described(mark, loop)
+    def _serialized(self, position: Position, loop: int, into: torch.Tensor | None) -> SerializedState:
+        header, packer = self.described(position, loop)
         return packer.finish(header, "the training state", into)
 
-    def described(self, mark: Mark, loop: int) -> tuple[PackedHeader, Packer]:
+    def described(self, position: Position, loop: int) -> tuple[SerializedHeader, Packer]:
         """Return the header of the packed state, and its tensors as they are: nothing is copied yet."""
         packer = Packer()
         parameters = list(self.parameters())
@@ -140,7 +140,7 @@ class ReplicaState:
             else ()
         )
         trees = self.pack_trees(packer, {id(p): name for name, p in parameters})
-        header = packer.header(mark, loop, trees, parameters=numbers, buffers=buffers, gradients=gradients)
+        header = packer.header(position, loop, trees, parameters=numbers, buffers=buffers, gradients=gradients)
         return header, packer
 
     def pack_trees(self, packer: Packer, names: Mapping[int, str], state: bool = True) -> dict[str, Any]:
@@ -167,10 +167,10 @@ class ReplicaState:
 
     # ------------------------------------------------------------ in
 
-    def load(self, packed: Packed, what: str = "the state") -> None:
+    def load(self, serialized: SerializedState, what: str = "the state") -> None:
         """Become what was packed. Raises CheckpointError, one line: not sound, or of another model; nothing was changed
         then as far as parameters and buffers go."""
-        unpacker = Unpacker(packed, what)
+        unpacker = Unpacker(serialized, what)
         header = unpacker.header
         parameters, buffers = list(self.parameters()), list(self.buffers())
         into = _matched(unpacker, "parameter", header.parameters, parameters)
@@ -188,7 +188,7 @@ class ReplicaState:
                     owner.grad = dtensor.as_owner(unpacker.copy(number).to(owner.device), owner)
         self.load_trees(unpacker, known)
         self.carried = bool(header.gradients)
-        self.mark, self.loop = header.mark, header.loop
+        self.position, self.loop = header.position, header.loop
 
     def _check_trees(self, unpacker: Unpacker) -> None:
         mine = [f"optimizer{o}" for o in range(len(self.optimizers))] + [f"tracked.{name}" for name in self.tracked]
@@ -226,10 +226,11 @@ class ReplicaState:
     # ------------------------------------------------------------ comparing
 
     def digest(self) -> int:
-        """Of every byte, but of neither mark nor loop: equal states have equal digests. About a second per gigabyte."""
-        packed = self._packed(Mark(), 0, None)
-        hashed = hashlib.blake2b(packed.header, digest_size=8)
-        hashed.update(packed.body.numpy().data)
+        """Of every byte, but of neither position nor loop: equal states have equal digests. About a second per
+        gigabyte."""
+        serialized = self._serialized(Position(), 0, None)
+        hashed = hashlib.blake2b(serialized.header, digest_size=8)
+        hashed.update(serialized.body.numpy().data)
         return _signed(hashed)
 
     def quick_digest(self) -> int:
@@ -247,7 +248,7 @@ class ReplicaState:
         sums = [bit_sum(tensor) for tensor in packer.tensors]
         # Where a tensor lies is not part of what it is: some members may have GPUs and others not.
         entries = tuple(entry if not entry.home else structs.replace(entry, home=False) for entry in packer.entries)
-        header = PackedHeader(size_bytes=packer.size_bytes, tensors=entries, trees={"all": [trees, sums]})
+        header = SerializedHeader(size_bytes=packer.size_bytes, tensors=entries, trees={"all": [trees, sums]})
         return _signed(hashlib.blake2b(encode_header(header, "the training state"), digest_size=8))
 
     def tensor_digests(self) -> dict[str, int]:

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from everstep import faultpoints
-from everstep.allreduce.serialize import Packed
+from everstep.allreduce.serialize import SerializedState
 from everstep.allreduce.state import ReplicaState
 from everstep.allreduce.step_log import Did, Recorder
 from everstep.ids import Incarnation, Slot
-from everstep.model.group import Mark
+from everstep.model.group import Position
 from everstep.net.messages import (
     AskState,
     Bad,
@@ -54,12 +54,12 @@ logger = logging.getLogger("everstep.worker")
 class Snapshot:
     """Is a snapshot that may be read. ``used_at``: last, in seconds of the monotonic clock."""
 
-    def __init__(self, number: int, mark: Mark, packed: Packed, origin: int, now: float) -> None:
-        self.number, self.mark, self.packed, self.origin = number, mark, packed, origin
+    def __init__(self, number: int, position: Position, serialized: SerializedState, lineage: int, now: float) -> None:
+        self.number, self.position, self.serialized, self.lineage = number, position, serialized, lineage
         self.used_at = now
 
     def __repr__(self) -> str:
-        return f"<Snapshot {self.number} at {self.mark}, {self.packed.size_bytes} bytes>"
+        return f"<Snapshot {self.number} at {self.position}, {self.serialized.size_bytes} bytes>"
 
 
 class StateSource:
@@ -69,7 +69,7 @@ class StateSource:
         self, state: ReplicaState, *, now: Callable[[], float] = time.monotonic, keep_bytes: int = KEEP_BYTES
     ) -> None:
         self._state, self._now, self._keep_bytes = state, now, keep_bytes
-        self.origin = 0  # of the group whose state it is
+        self.lineage = 0  # of the group whose state it is
         self._lock = threading.Condition()
         self._numbers = itertools.count(1)
         self._snapshots: dict[int, Snapshot] = {}
@@ -77,20 +77,20 @@ class StateSource:
         self._wanted: dict[_Peer, bool] = {}  # a snapshot; whether to follow from there
         self._followers: dict[_Peer, tuple[int, float]] = {}  # next step that it needs; when it was heard
         self._recorder: Recorder | None = None
-        self._tape: deque[Did] = deque()
-        self._tape_bytes = 0
+        self._log: deque[Did] = deque()
+        self._log_bytes = 0
         self._newest = -1  # step that is next, at the last boundary
-        self._broken = ""  # why the last tape ended
+        self._broken = ""  # why the last log ended
         self._busy = False
         self._closed = False
 
     def __repr__(self) -> str:
-        return f"<StateSource {len(self._followers)} followers, {self._tape_bytes} bytes of steps kept>"
+        return f"<StateSource {len(self._followers)} followers, {self._log_bytes} bytes of steps kept>"
 
     # ------------------------------------------------------------ the thread that trains
 
     def boundary(self) -> None:
-        """A step is over, the state is that of its mark."""
+        """A step is over, the state is that of its position."""
         if not self._busy:
             return
         if self._recorder is not None:
@@ -101,7 +101,7 @@ class StateSource:
                     broken = f"a step changes {did.size_bytes} bytes: too much to be followed"
                 if did is None or broken:
                     logger.warning("followers must copy the state anew: %s", broken)
-                    self._stop_tape(broken)
+                    self._stop_log(broken)
                 else:
                     self._keep(did)
         self.idle()
@@ -111,7 +111,7 @@ class StateSource:
         if not self._busy:
             return
         with self._lock:
-            self._newest = self._state.mark.step
+            self._newest = self._state.position.step
             self._forget_silent()
             wanted, self._wanted = self._wanted, {}
         if wanted:
@@ -127,31 +127,31 @@ class StateSource:
     def _take(self, wanted: dict[_Peer, bool]) -> None:
         with self._lock:
             into, self._spare = self._spare, None
-        packed = self._state.snapshot(into)
+        serialized = self._state.snapshot(into)
         recorder = None
         if any(wanted.values()) and self._recorder is None:
             recorder = Recorder(self._state)
-        now, mark = self._now(), self._state.mark
+        now, position = self._now(), self._state.position
         with self._lock:
             if recorder is not None:
                 self._recorder, self._broken = recorder, ""
-            found = Snapshot(next(self._numbers), mark, packed, self.origin, now)
+            found = Snapshot(next(self._numbers), position, serialized, self.lineage, now)
             self._snapshots[found.number] = found
-            self._newest = mark.step
+            self._newest = position.step
             for peer, follows in wanted.items():
                 if follows:
-                    self._followers[peer] = (mark.step, now)
+                    self._followers[peer] = (position.step, now)
             while len(self._snapshots) > SNAPSHOTS:
                 del self._snapshots[min(self._snapshots)]  # (its buffer may be on its way to somebody)
             self._busy = True
             self._lock.notify_all()
 
     def _keep(self, did: Did) -> None:
-        self._tape.append(did)
-        self._tape_bytes += did.size_bytes
-        while len(self._tape) > 2 and (self._tape_bytes > self._keep_bytes or len(self._tape) > KEEP_STEPS):
-            self._tape_bytes -= self._tape.popleft().size_bytes
-        self._newest = did.mark.step
+        self._log.append(did)
+        self._log_bytes += did.size_bytes
+        while len(self._log) > 2 and (self._log_bytes > self._keep_bytes or len(self._log) > KEEP_STEPS):
+            self._log_bytes -= self._log.popleft().size_bytes
+        self._newest = did.position.step
         self._lock.notify_all()
 
     def _forget_silent(self) -> None:
@@ -160,24 +160,24 @@ class StateSource:
             logger.warning("worker:%s #%s does not follow any more", *peer)
             del self._followers[peer]
         for number in [n for n, s in self._snapshots.items() if now - s.used_at > SILENT_S]:
-            self._spare = self._snapshots.pop(number).packed.body
+            self._spare = self._snapshots.pop(number).serialized.body
         self._prune()
 
     def _prune(self) -> None:
         """Drop what no follower needs any more."""
         if not self._followers:
-            self._stop_tape("nobody followed")
+            self._stop_log("nobody followed")
             return
         first = min(step for step, _ in self._followers.values())
-        while self._tape and self._tape[0].before.step < first:
-            self._tape_bytes -= self._tape.popleft().size_bytes
+        while self._log and self._log[0].before.step < first:
+            self._log_bytes -= self._log.popleft().size_bytes
 
-    def _stop_tape(self, why: str) -> None:
+    def _stop_log(self, why: str) -> None:
         if self._recorder is not None:
             self._recorder.close()
             self._recorder, self._broken = None, why
-        self._tape.clear()
-        self._tape_bytes = 0
+        self._log.clear()
+        self._log_bytes = 0
         self._lock.notify_all()
 
     def leave(self, peers: Iterable[_Peer]) -> None:
@@ -192,13 +192,13 @@ class StateSource:
         with self._lock:
             self._followers.clear()
             self._snapshots.clear()
-            self._stop_tape("the source took over another state")
+            self._stop_log("the source took over another state")
 
     def close(self) -> None:
         """Close; whoever waits is told at once."""
         with self._lock:
             self._closed = True
-            self._stop_tape("this worker ends")
+            self._stop_log("this worker ends")
             self._snapshots.clear()
             self._lock.notify_all()
 
@@ -229,10 +229,10 @@ class StateSource:
                 self._busy = True
             while True:
                 for found in reversed(self._snapshots.values()):
-                    if (found.number > first) if r.step < 0 else (found.mark.step == r.step):
+                    if (found.number > first) if r.step < 0 else (found.position.step == r.step):
                         found.used_at = self._now()
-                        sizes = len(found.packed.header), found.packed.body.numel()
-                        return StateReady(found.number, found.mark, *sizes, found.origin)
+                        sizes = len(found.serialized.header), found.serialized.body.numel()
+                        return StateReady(found.number, found.position, *sizes, found.lineage)
                 left_s = end - self._now()
                 if self._closed:
                     return Bad("this worker ends")
@@ -252,15 +252,15 @@ class StateSource:
             found.used_at = now
             if peer in self._followers:
                 self._followers[peer] = (self._followers[peer][0], now)
-            packed = found.packed
-        if not (0 < r.size_bytes <= PART_MAX_BYTES and 0 <= r.at <= packed.size_bytes - r.size_bytes):
-            return Bad(f"bytes [{r.at}, {r.at + r.size_bytes}) of a snapshot of {packed.size_bytes}"), ()
-        head = len(packed.header)
+            serialized = found.serialized
+        if not (0 < r.size_bytes <= PART_MAX_BYTES and 0 <= r.at <= serialized.size_bytes - r.size_bytes):
+            return Bad(f"bytes [{r.at}, {r.at + r.size_bytes}) of a snapshot of {serialized.size_bytes}"), ()
+        head = len(serialized.header)
         buffers: list[Any] = []
         if r.at < head:
-            buffers.append(memoryview(packed.header)[r.at : r.at + r.size_bytes])
+            buffers.append(memoryview(serialized.header)[r.at : r.at + r.size_bytes])
         if r.at + r.size_bytes > head:
-            buffers.append(packed.body.numpy()[max(0, r.at - head) : r.at + r.size_bytes - head])
+            buffers.append(serialized.body.numpy()[max(0, r.at - head) : r.at + r.size_bytes - head])
         return StatePart(), buffers
 
     def _next(self, r: NextStep) -> tuple[DataAnswer, Sequence[Any]]:
@@ -273,13 +273,13 @@ class StateSource:
                 self._followers[peer] = (r.step, self._now())
                 if self._recorder is None:
                     return SnapshotGone(self._broken), ()
-                at = r.step - self._tape[0].before.step if self._tape else 0
-                if at < 0 or (not self._tape and r.step < self._newest):
+                at = r.step - self._log[0].before.step if self._log else 0
+                if at < 0 or (not self._log and r.step < self._newest):
                     return SnapshotGone(
                         f"step {r.step} is not kept any more: {self._keep_bytes} bytes of steps are"
                     ), ()
-                if at < len(self._tape):
-                    did = self._tape[at]
+                if at < len(self._log):
+                    did = self._log[at]
                     break
                 left_s = end - self._now()
                 if left_s <= 0 or self._closed:
@@ -287,4 +287,4 @@ class StateSource:
                 self._lock.wait(left_s)
             newest = self._newest
         parts = tuple((len(p.header), p.body.numel()) for p in did.parts)
-        return StepDid(did.mark, parts, newest), did.buffers()
+        return StepDid(did.position, parts, newest), did.buffers()

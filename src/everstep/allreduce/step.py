@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
 from everstep.ids import LeaseNo
-from everstep.model.group import Group, Mark, Micro
+from everstep.model.group import Group, Micro, Position
 from everstep.model.shard import ShardSchedule
 from everstep.policies.step_split import StepCut, within
 
@@ -81,14 +81,14 @@ class StepAttempt(StepWork):
 
     @classmethod
     def of(
-        cls, cut: StepCut, mark: Mark, generation: int, rank: int, collective: Collective, largest: int = 0
+        cls, cut: StepCut, position: Position, generation: int, rank: int, collective: Collective, largest: int = 0
     ) -> StepAttempt:
         """Return the step that ``cut`` (of ``policies.step_split``) means for the member at ``rank``; ``largest``:
         samples that fit into it at once, 0: any number."""
         return cls(
-            number=mark.step,
+            number=position.step,
             generation=generation,
-            dataset=mark.dataset,
+            dataset=position.dataset,
             epoch=cut.epoch,
             lo=cut.lo,
             hi=cut.hi,
@@ -111,9 +111,9 @@ class StepAttempt(StepWork):
         return self.hi - self.lo
 
     @property
-    def mark(self) -> Mark:
-        """Return the mark of the state that this step begins with."""
-        return Mark(self.number, self.dataset, self.epoch, self.lo)
+    def position(self) -> Position:
+        """Return the position of the state that this step begins with."""
+        return Position(self.number, self.dataset, self.epoch, self.lo)
 
 
 def _parts(micros: tuple[Micro, ...]) -> tuple[int, int]:
@@ -138,15 +138,15 @@ class StepTables(Protocol):
 
     pushed: int
 
-    def survey(self, group: Group, collective: Collective, mark: Mark, cut: StepCut) -> int:
-        """Own to the ps, before a step at ``mark`` that would be ``cut``, what was committed before, and learn where
-        they are. Returns the position at which this step has to end at the latest; 0: anywhere. Raises CollectiveError
-        where the group broke meanwhile."""
+    def survey(self, group: Group, collective: Collective, position: Position, cut: StepCut) -> int:
+        """Own to the ps, before a step at ``position`` that would be ``cut``, what was committed before, and learn
+        where they are. Returns the position at which this step has to end at the latest; 0: anywhere. Raises
+        CollectiveError where the group broke meanwhile."""
         ...
 
-    def rest(self, group: Group, collective: Collective, mark: Mark) -> bool:
+    def rest(self, group: Group, collective: Collective, position: Position) -> bool:
         """The group is on hold, and every member calls this now and then: what it owes to the ps goes there. Whether
-        all ps have all steps before ``mark``, so that a checkpoint has the tables of its step."""
+        all ps have all steps before ``position``, so that a checkpoint has the tables of its step."""
         ...
 
     def flush(self, group: Group, collective: Collective) -> None:
@@ -263,6 +263,6 @@ class GroupSession(Protocol):
         ...
 
     def done(self, step: StepAttempt, stepped: bool = True) -> None:
-        """A committed (or skipped) step is over, the script's iteration too: the state is now that of the next mark.
-        ``stepped``: the script called ``opt.step()`` in it."""
+        """A committed (or skipped) step is over, the script's iteration too: the state is now that of the next
+        position. ``stepped``: the script called ``opt.step()`` in it."""
         ...

@@ -5,7 +5,7 @@ What training does between the reduction and the optimizer (clipping, unscaling,
 known here. What arrives at torch's optimizer is: the gradients and hyper-parameters that its ``step`` is given. A
 ``Recorder`` keeps those by hooks of torch, with buffers, tracked objects and hyper-parameters as they are at the end of
 the step; ``replay`` gives them to the optimizer of another process. A step that cannot be told so (a closure, a sparse
-gradient) breaks the tape: who follows must copy the state anew.
+gradient) ends the step log: who follows must copy the state anew.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from everstep.allreduce.serialize import Packed, Packer, Unpacker
+from everstep.allreduce.serialize import Packer, SerializedState, Unpacker
 from everstep.allreduce.state import ReplicaState, load_groups, pack_groups
 from everstep.errors import CheckpointError, EverstepError
-from everstep.model.group import Mark
+from everstep.model.group import Position
 
 
 class Did(NamedTuple):
-    """Is one committed step, from mark ``before`` to ``mark``: a piece for each call of an optimizer, and the end."""
+    """Is one committed step, from position ``before`` to ``position``: a piece for each call of an optimizer, and the
+    end."""
 
-    before: Mark
-    mark: Mark
-    parts: tuple[Packed, ...]
+    before: Position
+    position: Position
+    parts: tuple[SerializedState, ...]
 
     @property
     def size_bytes(self) -> int:
@@ -44,8 +45,8 @@ class Recorder:
     def __init__(self, state: ReplicaState) -> None:
         self._state = state
         self._names = {id(p): name for name, p in state.parameters()}
-        self._parts: list[Packed] = []
-        self._before = state.mark
+        self._parts: list[SerializedState] = []
+        self._before = state.position
         self.broken = ""
         self._handles: list[RemovableHandle] = [
             optimizer.register_step_pre_hook(self._hook(number)) for number, optimizer in enumerate(state.optimizers)
@@ -82,10 +83,10 @@ class Recorder:
             if p.grad is not None and id(p) in self._names
         ]
         groups = pack_groups(packer, f"optimizer{number}", optimizer, self._names)
-        self._parts.append(_packed(packer, self._state, {"step": [number, groups, gradients]}))
+        self._parts.append(_serialized(packer, self._state, {"step": [number, groups, gradients]}))
 
     def boundary(self) -> Did | None:
-        """Return what a step did, at its end, ``state.mark`` being the next one already; None: broken."""
+        """Return what a step did, at its end, ``state.position`` being the next one already; None: broken."""
         state = self._state
         if self.broken:
             return None
@@ -98,15 +99,15 @@ class Recorder:
                     packer.tensor(f"{n}.grad", p.grad) for n, p in state.parameters() if p.grad is not None
                 )
             trees = state.pack_trees(packer, self._names, state=False)
-            end = _packed(packer, state, trees, buffers, gradients)
+            end = _serialized(packer, state, trees, buffers, gradients)
         except EverstepError as error:
             self.broken = str(error)
             return None
         except KeyError:
             self.broken = "an optimizer has a parameter that it did not have before"
             return None
-        did = Did(self._before, state.mark, (*self._parts, end))
-        self._before, self._parts = state.mark, []
+        did = Did(self._before, state.position, (*self._parts, end))
+        self._before, self._parts = state.position, []
         return did
 
     def close(self) -> None:
@@ -115,20 +116,20 @@ class Recorder:
         self._handles.clear()
 
 
-def _packed(
+def _serialized(
     packer: Packer,
     state: ReplicaState,
     trees: dict[str, Any],
     buffers: tuple[int, ...] = (),
     gradients: tuple[int, ...] = (),
-) -> Packed:
-    header = packer.header(state.mark, state.loop, trees, buffers=buffers, gradients=gradients)
+) -> SerializedState:
+    header = packer.header(state.position, state.loop, trees, buffers=buffers, gradients=gradients)
     return packer.finish(header, "a step")
 
 
-def replay(state: ReplicaState, mark: Mark, parts: Sequence[Packed], what: str) -> None:
-    """Do to ``state`` what the step did, and put its mark to ``mark``. CheckpointError: it is not a step of such a
-    state; the state is then neither the old nor the new one."""
+def replay(state: ReplicaState, position: Position, parts: Sequence[SerializedState], what: str) -> None:
+    """Do to ``state`` what the step did, and put its position to ``position``. CheckpointError: it is not a step of
+    such a state; the state is then neither the old nor the new one."""
     parameters = dict(state.parameters())
     for part in parts[:-1]:
         _step(state, parameters, Unpacker(part, what))
@@ -147,7 +148,7 @@ def replay(state: ReplicaState, mark: Mark, parts: Sequence[Packed], what: str) 
         except (KeyError, RuntimeError) as error:
             raise CheckpointError(f"{what} is of another model: {error}") from None
     state.carried = bool(end.header.gradients)
-    state.mark, state.loop = mark, end.header.loop
+    state.position, state.loop = position, end.header.loop
 
 
 def _step(state: ReplicaState, parameters: dict[str, torch.Tensor], given: Unpacker) -> None:

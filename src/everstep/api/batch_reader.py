@@ -23,22 +23,22 @@ class BatchReader:
     taken, and by the script's thread."""
 
     def __init__(
-        self, loader: Loader, ahead: int, driver: ProtocolDriver, tables: TableSet, waits: ScheduleWaits
+        self, loader: Loader, prefetch: int, driver: ProtocolDriver, tables: TableSet, waits: ScheduleWaits
     ) -> None:
         self._loader, self._driver, self._tables, self._waits = loader, driver, tables, waits
         self._ready: queue.SimpleQueue[BatchItem | BaseException | None] = queue.SimpleQueue()
-        self._permits = threading.Semaphore(ahead)
+        self._permits = threading.Semaphore(prefetch)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        if ahead:
-            self._thread = threading.Thread(target=self._read_ahead, name="everstep-reader", daemon=True)
+        if prefetch:
+            self._thread = threading.Thread(target=self._prefetch, name="everstep-reader", daemon=True)
             self._thread.start()
 
     def __repr__(self) -> str:
-        return f"<BatchReader {'ahead' if self.ahead else 'in turn'} of {self._loader}>"
+        return f"<BatchReader {'prefetches' if self.prefetch else 'in turn'} of {self._loader}>"
 
     @property
-    def ahead(self) -> bool:
+    def prefetch(self) -> bool:
         """Return whether rows are pulled ahead."""
         return self._thread is not None
 
@@ -98,11 +98,11 @@ class BatchReader:
         while (work := self._waits.work(self._stop)) is not None:
             _, epoch, _ = split_key(work.lease.shard)
             batch = self._loader.read(epoch, work.lo, work.hi)
-            if self._waits.turn(work, self._stop, self.ahead):
+            if self._waits.turn(work, self._stop, self.prefetch):
                 return self._tables.prepare(work, batch, create=True)
         return None
 
-    def _read_ahead(self) -> None:
+    def _prefetch(self) -> None:
         try:
             while True:
                 while not self._permits.acquire(timeout=0.5):

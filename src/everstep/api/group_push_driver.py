@@ -124,14 +124,14 @@ class GroupPushDriver:
             owes = self.pushes.owes_from
             return step if owes is None else owes, self.client.router.version
 
-    def settled(self, before: int) -> None:
+    def consumed(self, before: int) -> None:
         """Forget the steps below ``before``, of which nobody owes anything. Raises InternalError where too many are
         held."""
         with self._lock:
-            for owed in self.pushes.settled(before):
+            for owed in self.pushes.consumed(before):
                 self._drop(owed)
             if len(held := {owed.step for owed in self.pushes.held}) > HELD_MAX:
-                raise InternalError(f"{self.pushes!r}: {len(held)} steps are not settled")
+                raise InternalError(f"{self.pushes!r}: {len(held)} steps are not consumed")
 
     def void(self) -> None:
         """Drop all held steps: the state that they led to is lost everywhere, or nobody needs it."""

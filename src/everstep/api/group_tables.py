@@ -35,7 +35,7 @@ from everstep.api.row_exchange import RowExchange
 from everstep.api.tables import TableSet
 from everstep.errors import EverstepError, InternalError, ScriptError
 from everstep.ids import LeaseNo, ShardKey
-from everstep.model.group import Group, Mark
+from everstep.model.group import Group, Position
 from everstep.model.placement import Placement
 from everstep.model.saved_optimizer import NO_STATE
 from everstep.native import isfinite_all
@@ -64,7 +64,7 @@ class GroupTables:
         self._barrier: GroupWork | None = None
         self._surveyed: tuple[Collective | None, int, int] = (None, 0, 0)  # in which group, dataset and epoch
         self._redo = False  # what is in hand will be done again
-        self._origin = 0
+        self._lineage = 0
         self._stop = 0
         self.pushed = 0
         self.scale: Callable[[], float] = lambda: 1.0
@@ -86,16 +86,16 @@ class GroupTables:
 
     # ------------------------------------------------------------ between two steps
 
-    def survey(self, group: Group, collective: Collective, mark: Mark, cut: StepCut) -> int:
+    def survey(self, group: Group, collective: Collective, position: Position, cut: StepCut) -> int:
         self._follow(group)
-        self._show_since(table_shard(mark.dataset, mark.epoch), mark.position)
-        where = collective, mark.dataset, cut.epoch
+        self._show_since(table_shard(position.dataset, position.epoch), position.sample)
+        where = collective, position.dataset, cut.epoch
         if where == self._surveyed and cut.lo != self._stop:
             return self._stop
         self.flush(group, collective)
         collective.gather([0])  # what the others still had to push is there as well
-        self.pushed = mark.step
-        shard = table_shard(mark.dataset, cut.epoch)
+        self.pushed = position.step
+        shard = table_shard(position.dataset, cut.epoch)
         marks = {
             of: self._driver.open(of, group, collective)
             for of in dict.fromkeys((*self.carried.held_back.shards, shard))
@@ -112,40 +112,40 @@ class GroupTables:
         self._stop = min((word[0] for word in words if word[0]), default=0)
         self._surveyed = where
         if any(word[3] for word in words):
-            self._cut_held_back(mark, cut.lr_factor)
+            self._cut_held_back(position, cut.lr_factor)
             self._show_since(shard, cut.lo)
             self.flush(group, collective)
         return self._stop
 
     def _follow(self, group: Group) -> None:
-        """Keep what is owed to the line of states of ``group``; what belongs to another one is owed no more."""
-        if self._origin != group.origin:
-            self._origin = group.origin
+        """Keep what is owed to the lineage of ``group``; what belongs to another one is owed no more."""
+        if self._lineage != group.lineage:
+            self._lineage = group.lineage
             self._driver.void()
 
-    def rest(self, group: Group, collective: Collective, mark: Mark) -> bool:
+    def rest(self, group: Group, collective: Collective, position: Position) -> bool:
         self._follow(group)
-        if self.pushed < mark.step:
+        if self.pushed < position.step:
             self._driver.enter(group)
-            shard, position = self._consumed(table_shard(mark.dataset, mark.epoch), mark.position)
-            if position and min(self._driver.open(shard, group, collective)) < position:
+            shard, sample = self._consumed(table_shard(position.dataset, position.epoch), position.sample)
+            if sample and min(self._driver.open(shard, group, collective)) < sample:
                 return False
-            self.pushed = mark.step
+            self.pushed = position.step
         return True
 
-    def _consumed(self, shard: ShardKey, position: int) -> tuple[ShardKey, int]:
-        """Return the first place whose gradients no step has consumed: ``position``, or the begin of what is held."""
+    def _consumed(self, shard: ShardKey, sample: int) -> tuple[ShardKey, int]:
+        """Return the first place whose gradients no step has consumed: ``sample``, or the begin of what is held."""
         shards = self.carried.held_back.shards
         of = shards[0] if shards else shard
-        return of, self.carried.held_back.begin(of, position)
+        return of, self.carried.held_back.begin(of, sample)
 
-    def _show_since(self, shard: ShardKey, position: int) -> None:
-        """Rows to train with are those with all steps before ``position``, as far as these are not held back."""
-        self.tables.since = self._consumed(shard, position)
+    def _show_since(self, shard: ShardKey, sample: int) -> None:
+        """Rows to train with are those with all steps before ``sample``, as far as these are not held back."""
+        self.tables.since = self._consumed(shard, sample)
 
-    def _cut_held_back(self, mark: Mark, lr_factor: float) -> None:
+    def _cut_held_back(self, position: Position, lr_factor: float) -> None:
         """Make of what is carried a step by itself, for the partitions that have not consumed its samples. Others have:
-        with steps of a line of states that is over. Tables carry nothing any more."""
+        with steps of a lineage that is over. Tables carry nothing any more."""
         ranges = self.carried.take()
         content = list(_carried_content(self.firing, self.tables, np.float32(self.scale()), lr_factor))
         for batch in self.tables.batches.values():
@@ -154,7 +154,9 @@ class GroupTables:
             ranges = left_out(ranges)
         *before, last = ranges
         skipped = not last.learnt
-        self._driver.own(Owed(mark.step - 1, last.shard, last.lo, last.hi, skipped, skipped, tuple(before)), content)
+        self._driver.own(
+            Owed(position.step - 1, last.shard, last.lo, last.hi, skipped, skipped, tuple(before)), content
+        )
 
     def flush(self, group: Group, collective: Collective) -> None:
         self._driver.flush(group, collective)
@@ -263,7 +265,7 @@ class GroupTables:
         except CollectiveError:
             return None
         self.pushed, self._agreed = found.owes, found.version
-        self._driver.settled(self.pushed)
+        self._driver.consumed(self.pushed)
         return found.digest, found.finite
 
     def voted(self, step: StepAttempt, outcome: VoteOutcome) -> None:

@@ -45,7 +45,7 @@ class PipelineTrainer(GroupTrainer):
         self._log: SpanLog | None = None
         self._session: Session | None = None  # of the first stage
         self._sync: ReplicaSync | None = None
-        self._copies_of = -1  # line of states that the copies are of
+        self._copies_of = -1  # lineage that the copies are of
         stages = runtime.spec.stages
         self._memory: CopyMemory | None = None
         if not runtime.embedded and runtime.spec.copy_every != "off":
@@ -79,9 +79,9 @@ class PipelineTrainer(GroupTrainer):
         copies, sync = self.engine.copies, self._sync
         if copies is None or sync is None:
             return
-        if sync.origin != self._copies_of:  # the line of states is another one, or this process is new
+        if sync.own_lineage != self._copies_of:  # the lineage is another one, or this process is new
             known = self._copies_of >= 0
-            self._copies_of = sync.origin
+            self._copies_of = sync.own_lineage
             copies.adopt(sync.adopted if sync.adopted == step or known else -1)
         copies.choose(step)
 
@@ -90,7 +90,7 @@ class PipelineTrainer(GroupTrainer):
             return None
         runtime, state = self._runtime, self.state
         steps = self._session.commits.open()
-        return CopyMeta(state.mark, state.loop, self._sync.origin, runtime.slot, runtime.incarnation, steps)
+        return CopyMeta(state.position, state.loop, self._sync.own_lineage, runtime.slot, runtime.incarnation, steps)
 
     def _begin_copies(self, recorder: SpanRecorder) -> None:
         """Copy this stage in its waits, from the first step on."""
@@ -227,17 +227,17 @@ class PipelineTrainer(GroupTrainer):
     def digest(self) -> int:
         if not isinstance(self.state, StagesState):
             return super().digest()
-        packed = self.state.together()
-        value = tell_numbers(torch.tensor([digest_of(packed) if self._unit.leads else 0]), 0)
+        serialized = self.state.together()
+        value = tell_numbers(torch.tensor([digest_of(serialized) if self._unit.leads else 0]), 0)
         return int(value) & (1 << 64) - 1
 
     def state_dict(self) -> dict[str, Any]:
         if not isinstance(self.state, StagesState):
             return super().state_dict()
-        packed = self.state.together()
+        serialized = self.state.together()
         values: dict[str, torch.Tensor] = {}
         if self._unit.leads:
-            source = Unpacker(packed, "the state")
+            source = Unpacker(serialized, "the state")
             numbers = (*source.header.parameters, *source.header.buffers)
             values = {source.name(number): source.copy(number) for number in numbers}
         tracked = {name: obj.state_dict() for name, obj in self.engine.tracked.items()}

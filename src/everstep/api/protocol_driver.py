@@ -28,6 +28,7 @@ from everstep.tables.step_admission import Judged, LateStep, StepAdmission
 from everstep.tables.worker_protocol import (
     AskLater,
     AskShard,
+    BatchFinished,
     Drop,
     Halt,
     RangeWork,
@@ -35,7 +36,6 @@ from everstep.tables.worker_protocol import (
     SendGiveBack,
     SendOpen,
     SendPush,
-    Settled,
     WorkerAction,
     WorkerProtocol,
     WorkFinished,
@@ -181,8 +181,8 @@ class ProtocolDriver:
         machine = self.protocol
         if isinstance(action, SendPush):
             self._send_push(action)
-        elif isinstance(action, Settled):
-            self._settled(action)
+        elif isinstance(action, BatchFinished):
+            self._finished(action)
         elif isinstance(action, AskShard):
             ask = action.ask
             request = ShardAsked(action.dataset, action.until_epoch, ask, action.pending)
@@ -205,12 +205,12 @@ class ProtocolDriver:
         elif not isinstance(action, Drop | WorkFinished):
             raise InternalError(f"no way to do {action!r}")
 
-    def _settled(self, action: Settled) -> None:
+    def _finished(self, action: BatchFinished) -> None:
         self._drop_payload(key_of(action.work))
         gate = self.admission.gate
         if gate is not None:
             for work in (action.work, *action.others):
-                gate.settled(work)
+                gate.finished(work)
         if action.applied:
             self.samples += sum(w.hi - w.lo for w in (action.work, *action.others))
 

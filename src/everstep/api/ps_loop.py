@@ -195,7 +195,7 @@ class PsLoop:
                     continue
             self._tables.take(item)
             reader.taken()
-            builder.begin(work, reader.ahead)
+            builder.begin(work, reader.prefetch)
             self.batches += 1
             if not self._runtime.embedded:
                 dataset, epoch, _ = split_key(work.lease.shard)

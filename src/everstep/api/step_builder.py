@@ -255,7 +255,7 @@ class StepBuilder:
         gate = driver.admission.gate
         if gate is not None and not self._sync:
             with driver.lock:  # a later step will push it: until then it must not count as one that is under way
-                gate.settled(work)
+                gate.finished(work)
         driver.feed(lambda: driver.protocol.hold_back(work))
 
     def _take_kept(self, consumed: bool = False) -> list[Consumed]:

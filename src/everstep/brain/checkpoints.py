@@ -30,7 +30,7 @@ from everstep.brain.shards import RELEASE_BATCH, Shards
 from everstep.config.spec import JobSpec
 from everstep.ids import PartitionId, ShardKey, Slot
 from everstep.model.decision import Decision
-from everstep.model.group import Mark
+from everstep.model.group import Position
 from everstep.model.reasons import CheckpointReason
 from everstep.model.shard import shard_key, split_key
 from everstep.model.snapshot import Manifest, PartitionSnapshot
@@ -70,9 +70,10 @@ def waits_for_mirrors(spec: JobSpec) -> bool:
 
 
 class Writing(msgspec.Struct, kw_only=True, rename={"snapshots": "images", "partial": "draft"}):
-    """Is the checkpoint in progress. ``since``: the one that its increments build on, 0: none; ``failures``: errors
-    told, by ps; ``manifest``: set once every partition has a snapshot and its writing was ordered. ``disowned``:
-    partitions that went back to something older meanwhile: only a snapshot of their owner counts."""
+    """Is the checkpoint in progress. ``since``: the one that its incremental snapshots build on, 0: none;
+    ``failures``: errors told, by ps; ``manifest``: set once every partition has a snapshot and its writing was
+    ordered. ``disowned``: partitions that went back to something older meanwhile: only a snapshot of their owner
+    counts."""
 
     number: int
     since: int
@@ -93,7 +94,8 @@ class Writing(msgspec.Struct, kw_only=True, rename={"snapshots": "images", "part
 
 
 class Kept(msgspec.Struct, frozen=True, array_like=True):
-    """Describes a committed checkpoint, for displays. ``since`` 0: a base. ``bytes_written``: for this one alone."""
+    """Describes a committed checkpoint, for displays. ``since`` 0: a full one. ``bytes_written``: for this one
+    alone."""
 
     number: int
     at: float
@@ -138,7 +140,7 @@ class CheckpointRecords(msgspec.Struct):
     writing: Writing | None = None
     newest: Manifest | None = None
     committed: bool = False
-    increments: int = 0
+    incrementals: int = 0
     shown: Kept | None = None
     taken: list[CheckpointTaken] = []
     given_up: int = 0
@@ -271,7 +273,7 @@ class Checkpoints(CheckpointRecords):
     # ------------------------------------------------------------ one checkpoint
 
     def begin(
-        self, job: JobState, at: float, reason: CheckpointReason, base: bool, what: str = ""
+        self, job: JobState, at: float, reason: CheckpointReason, full: bool, what: str = ""
     ) -> list[InstructionType]:
         """Order snapshots from every ps; nothing if one is being written. ``what``: it will have, for people; "": those
         snapshots."""
@@ -279,7 +281,7 @@ class Checkpoints(CheckpointRecords):
             return []
         self.numbers += 1
         newest = self.newest.checkpoint if self.newest is not None and self.committed else 0
-        since = since_of(newest, self.increments, job.spec.checkpoint_full_every, base)
+        since = since_of(newest, self.incrementals, job.spec.checkpoint_full_every, full)
         self.writing = Writing(number=self.numbers, since=since, reason=reason, began_at=at)
         self.begun_at = at
         what = what or (f"what changed since checkpoint {since}" if since else "a base: every page")
@@ -354,7 +356,9 @@ class Checkpoints(CheckpointRecords):
         tables = tuple(writing.tables[name] for name in sorted(writing.tables))
         if writing.partial is not None:
             writing.manifest = msgspec.structs.replace(writing.partial, snapshots=snapshots, tables=tables)
-            words = f"step {writing.partial.replica.mark.step}" if writing.partial.replica is not None else "a replica"
+            words = (
+                f"step {writing.partial.replica.position.step}" if writing.partial.replica is not None else "a replica"
+            )
             why = Decision("commit the checkpoint", f"{words}, all {len(snapshots)} buckets have an image")
             return [CommitManifest(writing.manifest, why)]
         positions = shards.positions(snapshots)
@@ -362,7 +366,7 @@ class Checkpoints(CheckpointRecords):
             job=job.spec.name,
             checkpoint=writing.number,
             at=at,
-            base=writing.since,
+            since=writing.since,
             seed=job.spec.seed,
             partitions=job.spec.partitions,
             tables=tables,
@@ -398,18 +402,18 @@ class Checkpoints(CheckpointRecords):
         self.final = writing.reason is CheckpointReason.FINAL
         self.stopped = writing.reason is CheckpointReason.STOP
         self.last = checkpoint if self.final or self.stopped else 0
-        self.increments = self.increments + 1 if manifest.base else 0
+        self.incrementals = self.incrementals + 1 if manifest.since else 0
         out = self._release(job, shards) if has_checkpoints(job.spec) else []
         inputs: Inputs = {
             "checkpoint": checkpoint,
-            "since": manifest.base,
+            "since": manifest.since,
             "bytes": self.shown.bytes_written,
             "took_s": took_s,
             "samples": manifest.samples_done,
             "shards_not_covered": len(shards.releasing),
         }
         size = f"{self.shown.bytes_written} bytes written"
-        kind = f"increment on {manifest.base}" if manifest.base else "base"
+        kind = f"increment on {manifest.since}" if manifest.since else "base"
         why = Decision("checkpoint committed", f"checkpoint {checkpoint} ({kind}): {size} in {took_s:g} s", inputs)
         out += self._retire(job, manifest, pinned)
         return [Note("", why), *out]
@@ -454,7 +458,7 @@ class Checkpoints(CheckpointRecords):
             begun = self.writing is not None and (self.writing.manifest or self.writing.partial) is not None
             return [] if begun else None
         # (nothing while another is written, which may lack the end)
-        return self.begin(job, at, CheckpointReason.FINAL, base=False)
+        return self.begin(job, at, CheckpointReason.FINAL, full=False)
 
     def not_the_end(self) -> None:
         """Training goes on after every script had ended: a last checkpoint that was begun will not be the last."""
@@ -500,20 +504,23 @@ def by_word(job: JobState) -> str:
     return "; it was not written with the job's key, and is trusted by --trust-checkpoint"
 
 
-def turned(mark: Mark, manifest: Manifest) -> Mark:
+def turned(position: Position, manifest: Manifest) -> Position:
     """The end of an epoch is the begin of the next."""
-    if mark.dataset < len(manifest.datasets) and mark.position >= manifest.datasets[mark.dataset].plan.samples:
-        return Mark(mark.step, mark.dataset, mark.epoch + 1, 0)
-    return mark
+    if (
+        position.dataset < len(manifest.datasets)
+        and position.sample >= manifest.datasets[position.dataset].plan.samples
+    ):
+        return Position(position.step, position.dataset, position.epoch + 1, 0)
+    return position
 
 
-def replica_start(checkpoints: Checkpoints) -> tuple[Mark, int]:
-    """Return where a group begins of which nobody has a state: the mark, and the checkpoint that has it (0: from
+def replica_start(checkpoints: Checkpoints) -> tuple[Position, int]:
+    """Return where a group begins of which nobody has a state: the position, and the checkpoint that has it (0: from
     nothing)."""
     newest = checkpoints.newest
     if newest is None or newest.replica is None:
-        return Mark(), 0
-    return turned(newest.replica.mark, newest), newest.checkpoint
+        return Position(), 0
+    return turned(newest.replica.position, newest), newest.checkpoint
 
 
 def lacks(partial: Manifest, snapshot: PartitionSnapshot) -> str:
@@ -521,18 +528,18 @@ def lacks(partial: Manifest, snapshot: PartitionSnapshot) -> str:
     from both would never train for that partition what the replica has had; "": it does."""
     if partial.replica is None:
         return ""
-    mark = partial.replica.mark
-    epoch, position = mark.epoch, mark.position
-    if not position and epoch and mark.dataset < len(partial.datasets):
-        epoch, position = epoch - 1, partial.datasets[mark.dataset].plan.samples
-    shard = shard_key(mark.dataset, epoch, 0)
+    position = partial.replica.position
+    epoch, sample = position.epoch, position.sample
+    if not sample and epoch and position.dataset < len(partial.datasets):
+        epoch, sample = epoch - 1, partial.datasets[position.dataset].plan.samples
+    shard = shard_key(position.dataset, epoch, 0)
     if partial.replica.waits_in >= 0:  # (the replica has the gradients from there on itself)
-        shard, position = ShardKey(partial.replica.waits_in), partial.replica.waits_from
+        shard, sample = ShardKey(partial.replica.waits_in), partial.replica.waits_from
         epoch = split_key(shard)[1]
     found = dict(snapshot.watermarks).get(shard, 0)
-    if found >= position:
+    if found >= sample:
         return ""
-    return f"bucket {snapshot.partition} is at sample {found} of epoch {epoch}, the replica at {position}"
+    return f"bucket {snapshot.partition} is at sample {found} of epoch {epoch}, the replica at {sample}"
 
 
 def _bytes_of(snapshots: Sequence[PartitionSnapshot]) -> int:

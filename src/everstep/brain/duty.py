@@ -28,13 +28,13 @@ class Claim(msgspec.Struct, array_like=True):
     done: bool = False
 
 
-class Duty(msgspec.Struct):
-    """Is the chief's duty. ``slot``: whose duty it is, -1: nobody's yet. ``told``: the life in that slot that was told
-    so last, 0: none. ``done``: the script of a chief has ended well. ``reruns``: scripts started again because none
-    had. ``once``: by key, what ``job.once`` guards."""
+class Duty(msgspec.Struct, rename={"confirmed": "told"}):
+    """Is the chief's duty. ``slot``: whose duty it is, -1: nobody's yet. ``confirmed``: the life in that slot that was
+    told so last, 0: none. ``done``: the script of a chief has ended well. ``reruns``: scripts started again because
+    none had. ``once``: by key, what ``job.once`` guards."""
 
     slot: Slot = Slot(-1)
-    told: Incarnation = Incarnation(0)
+    confirmed: Incarnation = Incarnation(0)
     done: bool = False
     reruns: int = 0
     once: dict[str, Claim] = {}
@@ -52,7 +52,7 @@ class Duty(msgspec.Struct):
             )
         chief = not self.done and self.slot == record.member.slot
         if chief:
-            self.told = record.member.incarnation
+            self.confirmed = record.member.incarnation
         if record.chief != CHIEF:
             record.chief = CHIEF if chief else NOT_CHIEF
         return chief
@@ -64,9 +64,9 @@ class Duty(msgspec.Struct):
             return True
         if holder is None or not holder.running or holder.stopping:
             return False
-        lost = holder.member.state is MemberState.STARTING and 0 < self.told < holder.member.incarnation
+        lost = holder.member.state is MemberState.STARTING and 0 < self.confirmed < holder.member.incarnation
         behind = asker.member.slot in final and holder.member.slot not in final
-        behind = behind and (trained or self.told != holder.member.incarnation)
+        behind = behind and (trained or self.confirmed != holder.member.incarnation)
         return not (lost or behind)
 
     def ended_well(self, members: Members, record: SlotRecord) -> None:

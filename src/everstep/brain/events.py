@@ -18,7 +18,7 @@ from everstep.ids import Incarnation, LeaseNo, NodeId, PartitionId, ShardKey, Sl
 from everstep.model.capacity import CapacityStep, Market
 from everstep.model.decision import Decision
 from everstep.model.failure import Failure
-from everstep.model.group import Committed, Group, HeldCopy, Mark
+from everstep.model.group import Committed, Group, HeldCopy, Position
 from everstep.model.member import Address, MemberKey, Role
 from everstep.model.placement import Placement
 from everstep.model.plan import Plan as PolicyPlan
@@ -151,12 +151,12 @@ class CheckpointCommitted(Fact, frozen=True, tag="checkpoint_committed"):
     error: str = ""
 
 
-class CheckpointAsked(Fact, frozen=True, tag="checkpoint_asked"):
-    """A checkpoint is due, or somebody wants one; ``reason`` LATE: the one in progress takes too long. ``base``:
+class CheckpointAsked(Fact, frozen=True, tag="checkpoint_asked", rename={"full": "base"}):
+    """A checkpoint is due, or somebody wants one; ``reason`` LATE: the one in progress takes too long. ``full``:
     everything, not only what changed. Answer: CheckpointBegun | Refused."""
 
     reason: CheckpointReason
-    base: bool = False
+    full: bool = False
 
 
 class JobResumed(Fact, frozen=True, tag="job_resumed"):
@@ -285,9 +285,9 @@ class ScaleAsked(Fact, frozen=True, tag="scale_asked"):
     also: tuple[tuple[Role, Members], ...] = ()
 
 
-class GroupAsked(Fact, frozen=True, tag="group_asked"):
+class GroupAsked(Fact, frozen=True, tag="group_asked", rename={"position": "mark"}):
     """A worker is in the loop over ``dataset``, in epochs below ``until_epoch``, and wants to train in the group.
-    Said again after every hello. ``mark``: of the state that it has, None: it has none yet (it has just started).
+    Said again after every hello. ``position``: of the state that it has, None: it has none yet (it has just started).
     ``batch_samples``: the loader's batch size; ``address``: where peers fetch state from it; ``copy``: it could begin
     with this one. Answer: Grouped | EndOfData | Refused | Fenced."""
 
@@ -295,7 +295,7 @@ class GroupAsked(Fact, frozen=True, tag="group_asked"):
     until_epoch: Whole
     batch_samples: Whole
     address: Address | None = None
-    mark: Mark | None = None
+    position: Position | None = None
     copy: HeldCopy | None = None
 
 
@@ -306,15 +306,15 @@ class GroupSynced(Fact, frozen=True, tag="group_synced"):
     generation: WholeOrNone  # of the group that it follows
 
 
-class GroupLeft(Fact, frozen=True, tag="group_left"):
+class GroupLeft(Fact, frozen=True, tag="group_left", rename={"lineage": "origin"}):
     """A worker wants to leave at the next boundary of two steps (scale-in, SIGTERM, the loop ended early), or its
-    script has ended (DONE). ``origin``: the generation that began the line of states with which it ended; 0: not said.
+    script has ended (DONE). ``lineage``: the generation that began the lineage with which it ended; 0: not said.
     ``copied``: steps before this one were not its own to tell: it copied a state that has them. Answer: Grouped (the
     group may still have you: go on until a later one does not) | Wait (the journal lacks copied steps) | Refused (that
     line has ended: begin anew) | Fenced."""
 
     reason: LeaveReason
-    origin: Whole = 0
+    lineage: Whole = 0
     copied: Whole = 0
 
 
@@ -595,12 +595,12 @@ class CheckpointBegun(Answer, frozen=True, tag="checkpoint_begun"):
     checkpoint: int
 
 
-class Grouped(Answer, frozen=True, tag="grouped"):
-    """Is the group as it is now; you may be in it, joining, or still waiting for it (the order follows). ``cursor``:
+class Grouped(Answer, frozen=True, tag="grouped", rename={"position": "cursor"}):
+    """Is the group as it is now; you may be in it, joining, or still waiting for it (the order follows). ``position``:
     where the journal is in the dataset that was asked for."""
 
     group: Group | None
-    cursor: Mark = Mark()
+    position: Position = Position()
 
 
 class Yes(Answer, frozen=True, tag="yes"):

@@ -6,17 +6,17 @@ event, and publishes the next generation where they differ; so any order of loss
 rebuild, comes to the same end. A generation's members never change.
 
 What the members committed is told in ranges of steps, repeated at will; they must continue each other without a gap.
-The *cursor* is behind the last one. A *line* of states begins with a formation (``origin``) from a checkpoint or from
-nothing; it ends when the last process that has its state is gone. Steps that the next line does not begin with are
-void, and done again.
+The *position* is behind the last one. A *lineage* of states begins with a formation from a checkpoint or
+from nothing; it ends when the last process that has its state is gone. Steps that the next lineage does not begin with
+are void, and done again.
 
-A member *holds* the state if it began the line, or if a step was told of a generation that it is in: then the journal
-reaches to where it came in. The same is so when a member that holds the state says that it has met the others of that
-generation, and that the journal has all that it had committed before. One that only copied the state may be behind or
-ahead of the journal; where it alone is left, nobody can say what was committed, so the line ends. One on its way out is
-behind the journal once a step is told that only the group without it was known to have. So may be one that was on its
-way out and came back (:class:`Returned`): if all are lost that could tell what it has missed, it holds nothing
-until a generation since its return is confirmed.
+A member *holds* the state if it began the lineage, or if a step was told of a generation that it is in: then the
+journal reaches to where it came in. The same is so when a member that holds the state says that it has met the others
+of that generation, and that the journal has all that it had committed before. One that only copied the state may be
+behind or ahead of the journal; where it alone is left, nobody can say what was committed, so the lineage ends. One on
+its way out is behind the journal once a step is told that only the group without it was known to have. So may be one
+that was on its way out and came back (:class:`Returned`): if all are lost that could tell what it has missed, it holds
+nothing until a generation since its return is confirmed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from __future__ import annotations
 import msgspec
 
 from everstep.ids import Incarnation, Slot
-from everstep.model.group import Group, GroupMember, HeldCopy, Mark
+from everstep.model.group import Group, GroupMember, HeldCopy, Position
 from everstep.model.member import Address
 from everstep.model.plan import AdjustAccum, AdjustBatch, AdjustRate
 from everstep.model.reasons import LeaveReason
@@ -35,7 +35,7 @@ Inputs = dict[str, str | int | float | bool]
 Adjust = AdjustBatch | AdjustAccum | AdjustRate
 
 
-class Asker(msgspec.Struct):
+class Asker(msgspec.Struct, rename={"position": "mark"}):
     """Is a worker in its loop. ``synced``: the generation that it follows, 0: none; ``leaving``: why, if it does.
     ``over``: it was told that its loop is over, and enters nothing until it asks for another one."""
 
@@ -44,7 +44,7 @@ class Asker(msgspec.Struct):
     until_epoch: int
     batch_samples: int
     address: Address | None = None
-    mark: Mark | None = None
+    position: Position | None = None
     synced: int = 0
     leaving: LeaveReason = LeaveReason.STAYS
     over: bool = False
@@ -99,18 +99,18 @@ class Skip(msgspec.Struct, array_like=True):
     hi: int
 
 
-class Void(msgspec.Struct, array_like=True):
-    """Steps ``[first, last]`` count no more since generation ``origin`` began, from checkpoint ``restore``."""
+class Void(msgspec.Struct, array_like=True, rename={"lineage": "origin"}):
+    """Steps ``[first, last]`` count no more since generation ``lineage`` began, from checkpoint ``restore``."""
 
-    origin: int
+    lineage: int
     first: int
     last: int
     restore: int
 
 
 class StepHistory(msgspec.Struct):
-    """What was committed, as far as it is needed: the rest is in cursors. ``boundaries``: of the last committed ranges:
-    step -> where it begins."""
+    """What was committed, as far as it is needed: the rest is in positions. ``boundaries``: of the last committed
+    ranges: step -> where it begins."""
 
     stints: list[Stint] = []
     boundaries: dict[int, tuple[int, int, int]] = {}
@@ -150,18 +150,18 @@ class MutualWaits(msgspec.Struct):
     apart: int = 0
 
 
-class Groups(msgspec.Struct, kw_only=True):
-    """Holds what is known of groups. ``group``: published last. ``origin``: the generation that began this line of
-    states. ``step``: committed so far. ``cursors``: (epoch, position) by dataset. ``confirmed``: the newest generation
-    that has met, or of which a step was told. ``force``: why to publish even if the members stay the same.
+class Groups(msgspec.Struct, kw_only=True, rename={"positions": "cursors", "lineage": "origin"}):
+    """Holds what is known of groups. ``group``: published last. ``lineage``: the generation that began this lineage of
+    states. ``step``: committed so far. ``positions``: (epoch, position) by dataset. ``confirmed``: the newest
+    generation that has met, or of which a step was told. ``force``: why to publish even if the members stay the same.
     ``dismissed``: who was told to end since the group that it was to leave is no more.
-    ``entered``: by slot, in which life and with which generation it came into this line.
+    ``entered``: by slot, in which life and with which generation it came into this lineage.
     ``passed``: who copied the state of the end, and came out of its loop with it without having been in the group.
-    ``final_for``: the line of which a last checkpoint was begun. ``splits``: counts versions of splits."""
+    ``final_for``: the lineage of which a last checkpoint was begun. ``splits``: counts versions of splits."""
 
     group: Group | None = None
     generations: int = 0
-    origin: int = 0
+    lineage: int = 0
     asked: dict[Slot, Asker] = {}
     gone: list[LostMember] = []
     leavers: list[Leaver] = []
@@ -169,7 +169,7 @@ class Groups(msgspec.Struct, kw_only=True):
     dismissed: list[list[int]] = []
     entered: dict[Slot, tuple[Incarnation, int]] = {}
     step: int = 0
-    cursors: dict[int, tuple[int, int]] = {}
+    positions: dict[int, tuple[int, int]] = {}
     confirmed: int = 0
     force: str = ""
     splits: int = 0
@@ -184,7 +184,7 @@ class Groups(msgspec.Struct, kw_only=True):
         size = self.group.size if self.group is not None else 0
         return f"<groups g{self.generations} of {size}, step {self.step}, {len(self.asked)} asked>"
 
-    def cursor(self, dataset: int) -> Mark:
+    def position(self, dataset: int) -> Position:
         """Return the place of a state that has all committed steps, in this dataset."""
-        epoch, position = self.cursors.get(dataset, (0, 0))
-        return Mark(self.step, dataset, epoch, position)
+        epoch, position = self.positions.get(dataset, (0, 0))
+        return Position(self.step, dataset, epoch, position)

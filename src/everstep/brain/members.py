@@ -49,7 +49,7 @@ class Node(msgspec.Struct):
         return self.market is not Market.SPOT
 
 
-class SlotRecord(msgspec.Struct):
+class SlotRecord(msgspec.Struct, rename={"answered": "settled"}):
     """Is one slot of a role and the process that fills it (or filled it last).
 
     ``losses``: processes lost in this slot so far; ``streak``: of those, in a row without a shard done between.
@@ -81,7 +81,7 @@ class SlotRecord(msgspec.Struct):
     held: list[ShardKey] = []
     asked: dict[int, int] = {}
     granted: dict[int, dict[int, ShardKey]] = {}
-    settled: dict[int, int] = {}
+    answered: dict[int, int] = {}
     done: list[LeaseNo] = []
 
     @property
@@ -254,7 +254,7 @@ class Members(msgspec.Struct, dict=True):
             record.member = member
             record.stopping = record.finished = record.waiting = record.drained = False
             record.chief = record.chief_asks = record.loop = 0
-            record.asked, record.granted, record.settled, record.done = {}, {}, {}, []
+            record.asked, record.granted, record.answered, record.done = {}, {}, {}, []
         index.came(record)
         return record
 

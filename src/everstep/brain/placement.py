@@ -30,11 +30,11 @@ class Acks(msgspec.Struct, frozen=True, array_like=True):
             return ""
         got, lives = dict(acks), dict(self.servers)
         for slot, incarnation in self.owners:
-            told = got.get(slot)
-            if told is None:
+            acknowledged = got.get(slot)
+            if acknowledged is None:
                 return f"ps:{slot} did not acknowledge it"
-            if told != incarnation:
-                return f"ps:{slot} acknowledged it in life #{told}, now it is #{incarnation}"
+            if acknowledged != incarnation:
+                return f"ps:{slot} acknowledged it in life #{acknowledged}, now it is #{incarnation}"
         for slot, incarnation in acks:
             if lives.get(slot) != incarnation:
                 return f"ps:{slot} #{incarnation} acknowledged it, which is no more; its buckets are elsewhere"

@@ -62,9 +62,9 @@ class PolicyControl(msgspec.Struct, kw_only=True):
         most = self.fits[slot] = max(1, min(samples // 2, self.fits.get(slot, samples)))
         return most
 
-    def memory(self, slot: Slot, told: int, batch: int) -> int:
+    def memory(self, slot: Slot, reported: int, batch: int) -> int:
         """The largest pass of a worker that says ``told`` and whose loader has batches of ``batch``; 0: unknown."""
-        return max(min(told, batch), min(told, self.fits.get(slot, told)))
+        return max(min(reported, batch), min(reported, self.fits.get(slot, reported)))
 
 
 def as_returned(made: Any) -> tuple[Any, Any]:
@@ -222,8 +222,8 @@ def divide(control: PolicyControl, actions: Sequence[Action], here: Mapping[Slot
             before |= {slot: BatchShare(slot, samples) for slot, samples in action.batch.items()}
     for action in actions:
         if isinstance(action, AdjustAccum):
-            told = {slot: passes for slot, passes in action.accum.items() if slot in before}
-            before |= {slot: msgspec.structs.replace(before[slot], passes=passes) for slot, passes in told.items()}
+            reported = {slot: passes for slot, passes in action.accum.items() if slot in before}
+            before |= {slot: msgspec.structs.replace(before[slot], passes=passes) for slot, passes in reported.items()}
     control.divided = {slot: (here[slot], batch_share) for slot, batch_share in before.items()}
 
 

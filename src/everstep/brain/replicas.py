@@ -1,8 +1,8 @@
-"""Handles checkpoints of mode allreduce: the training state of one member, which is that of all, at one mark.
+"""Handles checkpoints of mode allreduce: the training state of one member, which is that of all, at one position.
 
-The leader (rank 0) writes it while training goes on; it says so once everybody has committed the steps before the mark.
-Here it gets its place in the data, and a job that goes on from it begins there: what was trained after it is trained
-again. One state is the whole checkpoint, so there are no increments, and nothing to fetch from several places.
+The leader (rank 0) writes it while training goes on; it says so once everybody has committed the steps before the
+position. Here it gets its place in the data, and a job that goes on from it begins there: what was trained after it is
+trained again. One state is the whole checkpoint, so none is incremental, and nothing to fetch from several places.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from everstep.brain.job import JobState
 from everstep.brain.shards import Shards
 from everstep.config.spec import JobSpec
 from everstep.model.decision import Decision
-from everstep.model.group import Mark
+from everstep.model.group import Position
 from everstep.model.reasons import CheckpointReason
 from everstep.model.snapshot import REPLICA_VERSION, DatasetPosition, EpochPosition, Manifest, ReplicaCopy
 
 Inputs = dict[str, str | int | float | bool]
 
 
-def cursors_at(groups: Groups, mark: Mark) -> dict[int, tuple[int, int]]:
-    """Return (epoch, position) of each dataset at ``mark``, which is not beyond what is committed."""
-    out = {stint.dataset: stint.end for stint in groups.history.stints if stint.first < mark.step}
-    if mark.step:
-        out[mark.dataset] = (mark.epoch, mark.position)
+def positions_at(groups: Groups, position: Position) -> dict[int, tuple[int, int]]:
+    """Return (epoch, position) of each dataset at ``position``, which is not beyond what is committed."""
+    out = {stint.dataset: stint.end for stint in groups.history.stints if stint.first < position.step}
+    if position.step:
+        out[position.dataset] = (position.epoch, position.sample)
     return out
 
 
@@ -51,16 +51,16 @@ def take_replica(
         if writing.ends_job:  # (the worker has tried again for long)
             return checkpoints.give_up(f"worker:{slot}: {error or 'no state'}"), ""
         return checkpoints.failed(f"worker:{slot}", slot, error or "no state"), ""
-    if replica.origin != groups.origin:
+    if replica.lineage != groups.lineage:
         return checkpoints.give_up("every state was lost meanwhile; this one is of steps that are void"), ""
-    mark = replica.mark
-    if mark.step > groups.step:
-        return [], f"step {mark.step - 1} is not in the journal yet"
+    position = replica.position
+    if position.step > groups.step:
+        return [], f"step {position.step - 1} is not in the journal yet"
     skips = [(s.dataset, s.epoch, s.lo, s.hi) for s in groups.history.skips]
-    cursors = cursors_at(groups, mark)
-    before = tuple(s for s in skips if s[1:3] < cursors.get(s[0], (0, 0)))
-    positions = tuple(
-        _position(shards, number, *cursors.get(number, (0, 0)), before) for number in range(len(shards.datasets))
+    positions = positions_at(groups, position)
+    before = tuple(s for s in skips if s[1:3] < positions.get(s[0], (0, 0)))
+    datasets = tuple(
+        _position(shards, number, *positions.get(number, (0, 0)), before) for number in range(len(shards.datasets))
     )
     manifest = Manifest(
         version=REPLICA_VERSION,
@@ -70,23 +70,23 @@ def take_replica(
         seed=job.spec.seed,
         partitions=job.spec.partitions,
         snapshots=(),
-        datasets=positions,
+        datasets=datasets,
         samples_done=sum(
             p.finished_epochs * p.plan.samples + sum(e.samples_done for e in p.epochs if e.epoch == p.finished_epochs)
-            for p in positions
+            for p in datasets
         )
-        - sum(hi - lo for d, epoch, lo, hi in before if epoch < positions[d].finished_epochs),
+        - sum(hi - lo for d, epoch, lo, hi in before if epoch < datasets[d].finished_epochs),
         spec=job.spec,
         replica=replica,
         skipped=before,
         master_incarnation=job.master_incarnation,
     )
-    inputs: Inputs = {"checkpoint": writing.number, "bytes": replica.file.size_bytes, "step": mark.step}
-    if job.spec.ps:  # snapshots from now on have all that it has: what is before a told mark is at all ps
+    inputs: Inputs = {"checkpoint": writing.number, "bytes": replica.file.size_bytes, "step": position.step}
+    if job.spec.ps:  # snapshots from now on have all that it has: what is before a told position is at all ps
         writing.partial = manifest
         return [OrderSnapshots(writing.number, 0)], ""
     writing.manifest = manifest
-    return [CommitManifest(manifest, Decision("commit the checkpoint", f"step {mark.step}", inputs))], ""
+    return [CommitManifest(manifest, Decision("commit the checkpoint", f"step {position.step}", inputs))], ""
 
 
 def _position(
@@ -119,16 +119,16 @@ def resume_replica(
     checkpoints.numbers = max(numbers, manifest.checkpoint)
     checkpoints.newest, checkpoints.usable = manifest, True
     checkpoints.datasets = len(manifest.datasets)
-    groups, mark = generations.group_state, replica.mark
-    for number, position in enumerate(manifest.datasets):
-        shards.register(position.plan)
-        if number != mark.dataset and position.finished_epochs:
-            groups.history.stints.append(Stint(0, number, (0, 0), (position.finished_epochs, 0)))
+    groups, position = generations.group_state, replica.position
+    for number, saved in enumerate(manifest.datasets):
+        shards.register(saved.plan)
+        if number != position.dataset and saved.finished_epochs:
+            groups.history.stints.append(Stint(0, number, (0, 0), (saved.finished_epochs, 0)))
     groups.history.skips = [Skip(*skip) for skip in manifest.skipped]
-    begin = turned(mark, manifest)
+    begin = turned(position, manifest)
     generations.fall_back(begin)
-    inputs: Inputs = {"checkpoint": manifest.checkpoint, "samples": shards.samples_done, "step": mark.step}
-    words = f"checkpoint {manifest.checkpoint} of {url}: {mark.step} steps, {shards.samples_done} samples are in it"
+    inputs: Inputs = {"checkpoint": manifest.checkpoint, "samples": shards.samples_done, "step": position.step}
+    words = f"checkpoint {manifest.checkpoint} of {url}: {position.step} steps, {shards.samples_done} samples are in it"
     return [Note("", Decision("resume", words + by_word(job), inputs))]
 
 

@@ -23,6 +23,7 @@ _NAMES_BEFORE: Final = {
     "CheckpointFile": "ImageFile",
     "OrderSnapshots": "OrderImages",
     "PartitionSnapshot": "BucketImage",
+    "Position": "Mark",
     "ReplicaCopy": "ReplicaImage",
     "ShardSchedule": "Plan",
     "StepSplit": "Split",

@@ -89,11 +89,11 @@ class Loop(msgspec.Struct, array_like=True):
     until: int
 
 
-class Dataset(msgspec.Struct):
+class Dataset(msgspec.Struct, rename={"announced": "told"}):
     """Holds the epochs of a dataset. ``epochs_known``: the largest number asked for. ``reopened``: epochs behind the
     newest one that have work again, ascending. ``loops``: that workers said are over it, ascending, no epoch in two of
-    them. ``told``: epochs below were told to be at their end; ``sent_back``: how often workers began anew for what came
-    back of them, in a row without that any of it was done."""
+    them. ``announced``: epochs below were told to be at their end; ``sent_back``: how often workers began anew for
+    what came back of them, in a row without that any of it was done."""
 
     number: int
     plan: ShardSchedule
@@ -101,7 +101,7 @@ class Dataset(msgspec.Struct):
     epochs_known: int = 0
     reopened: list[int] = []
     loops: list[Loop] = []
-    told: int = 0
+    announced: int = 0
     sent_back: int = 0
 
     @property
@@ -126,7 +126,7 @@ class Dataset(msgspec.Struct):
     def loop_of(self, epoch: int) -> int:
         """Return the loop that asked for this epoch and trained all of it; 0: it is not known, or the script has left
         it."""
-        if epoch >= self.told:
+        if epoch >= self.announced:
             return 0
         at = bisect_right(self.loops, epoch, key=lambda loop: loop.begin) - 1
         return self.loops[at].number if at >= 0 and epoch < self.loops[at].until else 0
@@ -210,7 +210,7 @@ class ShardRecords(msgspec.Struct):
         name = self.datasets[number].plan.name if number < len(self.datasets) else f"dataset {number}"
         return f"{name} e{epoch} #{index}"
 
-    def settled(self, dataset: Dataset, epoch: Epoch) -> bool:
+    def computed(self, dataset: Dataset, epoch: Epoch) -> bool:
         """Whether nothing of the epoch is left to compute: it is finished, or every worker that holds a shard of it has
         only to step with it."""
         if epoch.finished:
@@ -229,7 +229,7 @@ class ShardRecords(msgspec.Struct):
             return True
         if len(dataset.epochs) < until_epoch:
             return False
-        return all(self.settled(dataset, e) for e in dataset.epochs[:until_epoch] if not e.finished)
+        return all(self.computed(dataset, e) for e in dataset.epochs[:until_epoch] if not e.finished)
 
     def can_adopt(self, lease: Lease) -> bool:
         """Whether a lease that a worker tells of may be taken as granted though it is not in the state: its shard
@@ -306,7 +306,7 @@ class Shards(ShardRecords):
 
     def tell_end(self, dataset: Dataset, until_epoch: int) -> None:
         """A worker is told that the data is at its end, and may go: what is pending must not be lost unnoticed."""
-        dataset.told = max(dataset.told, until_epoch)
+        dataset.announced = max(dataset.announced, until_epoch)
         for key, held in self.leases.items():
             if held.dataset == dataset.number and split_key(key)[1] < until_epoch:
                 held.counted = True
@@ -315,7 +315,7 @@ class Shards(ShardRecords):
         """Begin the next epoch where all that is left of those before is pending; None: it has to wait."""
         if not dataset.epochs or len(dataset.epochs) >= until_epoch:
             return None
-        if not all(self.settled(dataset, e) for e in dataset.epochs if not e.finished):
+        if not all(self.computed(dataset, e) for e in dataset.epochs if not e.finished):
             return None
         last = dataset.epochs[-1]
         if not last.finished:
@@ -395,7 +395,7 @@ class Shards(ShardRecords):
         epoch.doing -= 1
         epoch.done += 1
         counted = held.stop - held.start - skipped
-        if epoch.number < self.datasets[held.dataset].told:
+        if epoch.number < self.datasets[held.dataset].announced:
             self.datasets[held.dataset].sent_back = 0
         epoch.samples_done += counted
         self.samples_done += counted
@@ -555,21 +555,21 @@ class Shards(ShardRecords):
             known = {e.epoch: e for e in position.epochs}
             dataset = self.register(position.plan)
             for epoch_number in range(max([position.finished_epochs, *(n + 1 for n in known)])):
-                told = known.get(epoch_number)
-                if told is None and epoch_number < position.finished_epochs:
-                    told = EpochPosition(epoch_number, ((0, position.plan.shards),), (), position.plan.samples)
+                saved = known.get(epoch_number)
+                if saved is None and epoch_number < position.finished_epochs:
+                    saved = EpochPosition(epoch_number, ((0, position.plan.shards),), (), position.plan.samples)
                 marked = kept.get((number, epoch_number), set())
-                dataset.epochs.append(self._resumed(dataset, told, epoch_number, marked))
+                dataset.epochs.append(self._resumed(dataset, saved, epoch_number, marked))
             dataset.reopened = [e.number for e in dataset.epochs[:-1] if not e.finished]
 
-    def _resumed(self, dataset: Dataset, told: EpochPosition | None, epoch_number: int, marked: set[int]) -> Epoch:
+    def _resumed(self, dataset: Dataset, saved: EpochPosition | None, epoch_number: int, marked: set[int]) -> Epoch:
         plan = dataset.plan
         epoch = Epoch(epoch_number, plan.shards, bytearray())
-        if told is None:
+        if saved is None:
             return epoch
-        top = max([hi for _, hi in told.done] + [index + 1 for index in told.quarantined])
+        top = max([hi for _, hi in saved.done] + [index + 1 for index in saved.quarantined])
         epoch.state = bytearray(top)  # TODO
-        for lo, hi in told.done:
+        for lo, hi in saved.done:
             epoch.state[lo:hi] = bytes([ShardState.RELEASED]) * (hi - lo)
             epoch.done += hi - lo
         for index in sorted(marked):
@@ -577,10 +577,10 @@ class Shards(ShardRecords):
                 start, stop = plan.bounds(index)
                 epoch.state[index] = _DONE
                 self.releasing[shard_key(dataset.number, epoch_number, index)] = FinishedShard(stop - start)
-        epoch.quarantined = dict.fromkeys(told.quarantined, "set aside before the job was resumed")
+        epoch.quarantined = dict.fromkeys(saved.quarantined, "set aside before the job was resumed")
         epoch.returned = [i for i in range(top) if epoch.state[i] == ShardState.TODO and i not in epoch.quarantined]
-        epoch.samples_done = told.samples_done
-        self.samples_done += told.samples_done
+        epoch.samples_done = saved.samples_done
+        self.samples_done += saved.samples_done
         if epoch.finished and not epoch.state.count(ShardState.DONE):
             epoch.state = bytearray()
         return epoch

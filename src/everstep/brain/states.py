@@ -32,7 +32,7 @@ class SlotState(StrEnum):
 
 class GroupState(StrEnum):
     NONE = "none"  # no group has begun
-    LOST = "lost"  # nobody has its state for certain; a new line begins, from a checkpoint or from nothing
+    LOST = "lost"  # nobody has its state for certain; a new lineage begins, from a checkpoint or from nothing
     CHANGING = "changing"  # a generation was published, and its members have not met
     TRAINING = "training"
     HELD = "on_hold"  # too few members to train, or the job stops
@@ -76,10 +76,10 @@ GROUP_TRANSITIONS: Final[Mapping[GroupState, Mapping[GroupState, str]]] = {
     G.TRAINING: {G.CHANGING: _PUBLISHED, **_CHANGES},
     G.HELD: {G.CHANGING: _PUBLISHED, G.LOST: _CHANGES[G.LOST], G.DONE: _CHANGES[G.DONE]},
     G.LOST: {
-        G.CHANGING: "a new line of states begins",
+        G.CHANGING: "a new lineage begins",
         G.TRAINING: "tables need not go back after all",
-        G.HELD: "a new line begins with too few",
-        G.DONE: "a new line begins behind the last step",
+        G.HELD: "a new lineage begins with too few",
+        G.DONE: "a new lineage begins behind the last step",
     },
     G.DONE: {
         G.CHANGING: "the next loop begins in another generation",

@@ -39,7 +39,7 @@ class StageChange(msgspec.Struct, frozen=True):
     why: str
 
 
-class Supervision(msgspec.Struct, kw_only=True):
+class Supervision(msgspec.Struct, kw_only=True, rename={"announced": "told"}):
     """Is what the supervisor knows.
 
     ``stage``: as of the last fact. ``changes``: of it, the newest last. ``begun``: the job has trained since it began
@@ -48,8 +48,8 @@ class Supervision(msgspec.Struct, kw_only=True):
     ``due_at``: when the supervisor has to look again, 0: never. ``suspending``: why the job is being suspended.
     ``suspend_by``: when it is suspended without a new checkpoint, 0: never. ``by_itself``: it is suspended because of
     who was there, and goes on when they are back. ``suspensions``: so far. ``losses``: of processes, beside those of
-    lost nodes. ``told``: what was said last of a wait that cannot end. ``spent``: seconds in states that are over, by
-    state. ``goes_on``: the next master does not replace a lost one, but is the first one after a suspension.
+    lost nodes. ``announced``: what was said last of a wait that cannot end. ``spent``: seconds in states that are
+    over, by state. ``goes_on``: the next master does not replace a lost one, but is the first one after a suspension.
     ``on_demand``: machines asked for in place of spot ones, 0: none; ``on_demand_since``: since when. ``stand_ins``:
     that were granted and are held. ``spot_since``: since when the other machines are enough."""
 
@@ -65,7 +65,7 @@ class Supervision(msgspec.Struct, kw_only=True):
     by_itself: bool = False
     suspensions: int = 0
     losses: int = 0
-    told: str = ""
+    announced: str = ""
     goes_on: bool = False
     on_demand: int = 0
     on_demand_since: float = 0.0

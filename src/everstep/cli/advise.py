@@ -48,7 +48,7 @@ def check(case: Case) -> None:
     for name in _SHARES:
         if not 0 <= getattr(case, name) <= 1:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(case, name):g}: a share, from 0 to 1")
-    if case.ps < 1 or case.base_every < 0 or case.restart_s < 0 or case.step_s < 0:
+    if case.ps < 1 or case.full_every < 0 or case.restart_s < 0 or case.step_s < 0:
         raise ConfigError("--ps must be at least 1; --full-every, --restart and --step must not be negative")
 
 

@@ -259,18 +259,20 @@ def describe(place: StoragePlace, manifest: Manifest) -> list[str]:
 def _describe_replica(place: StoragePlace, manifest: Manifest) -> list[str]:
     replica = manifest.replica
     assert replica is not None
-    mark = replica.mark
+    position = replica.position
     lines = [
         f"checkpoint {manifest.checkpoint} of job {manifest.job!r}, {_when(manifest.at)}, {place.url}",
         f"  written by everstep {manifest.everstep or '?'}, seed {manifest.seed}, mode allreduce",
         f"  {human_bytes(replica.file.size_bytes)} in {replica.file.path}: {replica.parameters:,} parameters, with the "
         "optimizers' state",
-        f"  {mark.step:,} steps, {manifest.samples_done:,} samples done",
+        f"  {position.step:,} steps, {manifest.samples_done:,} samples done",
     ]
     for number, dataset in enumerate(manifest.datasets):
         place_words = f"{dataset.finished_epochs} epochs done"
-        if number == mark.dataset:
-            place_words += f", goes on in epoch {mark.epoch} at sample {mark.position:,} of {dataset.plan.samples:,}"
+        if number == position.dataset:
+            place_words += (
+                f", goes on in epoch {position.epoch} at sample {position.sample:,} of {dataset.plan.samples:,}"
+            )
         lines.append(f"  {dataset.plan.name!r}: {place_words}")
     if manifest.snapshots:
         rows, written = sum(i.rows for i in manifest.snapshots), sum(i.bytes_written for i in manifest.snapshots)
@@ -316,11 +318,11 @@ def _line(place: StoragePlace, number: int, sizes: dict[str, int]) -> dict[str, 
     files = set(manifest.files())
     wrong = list(problems(place, manifest, deep=False, sizes=sizes))
     replica = manifest.replica
-    increments = any(len(snapshot.files) > 1 for snapshot in manifest.snapshots)
+    incrementals = any(len(snapshot.files) > 1 for snapshot in manifest.snapshots)
     return {
         "checkpoint": number,
         "at": manifest.at,
-        "kind": "replica" if replica is not None else "incremental" if increments else "full",
+        "kind": "replica" if replica is not None else "incremental" if incrementals else "full",
         "rows": (replica.parameters if replica is not None else 0)
         + sum(snapshot.rows for snapshot in manifest.snapshots),
         "size_bytes": sum(file.size_bytes for file in files),

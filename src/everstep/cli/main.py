@@ -561,7 +561,7 @@ def advise(
         _renamed("--base-every", "--full-every")
         full_every = base_every if full_every is None else full_every
     case = Case(
-        base_every=8 if full_every is None else full_every,
+        full_every=8 if full_every is None else full_every,
         table_bytes=size_bytes(tables),
         bandwidth=size_bytes(bandwidth),
         mtbf_s=seconds(mtbf),

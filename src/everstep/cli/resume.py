@@ -18,7 +18,7 @@ import msgspec
 
 from everstep.agent.rundir import RunDirLock, in_use
 from everstep.cli.display import read_summary
-from everstep.cli.run import absolute, model_place, refuse_used, run_here, settled
+from everstep.cli.run import absolute, absolute_endpoint, model_place, refuse_used, run_here
 from everstep.config.load import check_script, load_spec, new_run_dir, read_origins, read_spec
 from everstep.config.renamed import SETTINGS as OLD_SETTINGS
 from everstep.config.spec import JobSpec
@@ -166,7 +166,7 @@ def resumed_spec(
     if spec.grouped != (manifest.replica is not None):
         of = "allreduce or pipeline" if manifest.replica is not None else "ps"
         raise ConfigError(f"--mode {spec.mode}: checkpoint {manifest.checkpoint} of {place.url} is of mode {of}")
-    spec = msgspec.structs.replace(spec, script=str(script), bind=settled(spec.bind), files_port=0)
+    spec = msgspec.structs.replace(spec, script=str(script), bind=absolute_endpoint(spec.bind), files_port=0)
     before = read_origins(old_dir) if old_dir is not None else {}
     from_checkpoint = f"checkpoint {manifest.checkpoint}"
     origins = {name: origin if name in given else before.get(name, from_checkpoint) for name, origin in origins.items()}

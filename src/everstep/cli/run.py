@@ -73,9 +73,11 @@ def run_job(config: Path | None, flags: Mapping[str, Any], live: bool) -> int:
     check_policy_module(spec.policy, script.parent)
     name = spec.name if origins.get("name") != "default" else job_name(script)
     to = absolute(spec.checkpoint_to) if spec.checkpoint_to else ""
-    spec = msgspec.structs.replace(spec, script=str(script), name=name, bind=settled(spec.bind), checkpoint_to=to)
     spec = msgspec.structs.replace(
-        spec, metrics=settled(spec.metrics, tried=False), model_to=model_place(spec.model_to)
+        spec, script=str(script), name=name, bind=absolute_endpoint(spec.bind), checkpoint_to=to
+    )
+    spec = msgspec.structs.replace(
+        spec, metrics=absolute_endpoint(spec.metrics, tried=False), model_to=model_place(spec.model_to)
     )
     refuse_foreign(spec.checkpoint_to)
     run_dir = Path(absolute(spec.run_dir)) if spec.run_dir else new_run_dir(spec.name)
@@ -123,7 +125,7 @@ def model_place(url: str) -> str:
     return url if url in ("none", IN_RUN_DIR) else absolute(url) if url else IN_RUN_DIR
 
 
-def settled(bind: str, tried: bool = True) -> str:
+def absolute_endpoint(bind: str, tried: bool = True) -> str:
     """Return the address with its port: ``--bind HOST:0`` takes a free one now, so that every later master of the job
     listens on the same one. ``tried``: an address that cannot be had is an error (PlatformError)."""
     if not bind:

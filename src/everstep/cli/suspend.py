@@ -171,11 +171,11 @@ def _unsuspend_from(url: str, live: bool, budget: float | None, moved: MovedTo) 
 
 def _spec_here(spec: JobSpec, run_dir: Path, url: str, moved: MovedTo) -> JobSpec:
     """Return the settings of the job as they are on this machine. Raises ConfigError."""
-    from everstep.cli.run import absolute, settled
+    from everstep.cli.run import absolute, absolute_endpoint
     from everstep.config.load import check_script, check_spec
 
     script = check_script(absolute(moved.script) if moved.script else spec.script)
-    bind = settled(moved.bind) if moved.bind else spec.bind
+    bind = absolute_endpoint(moved.bind) if moved.bind else spec.bind
     new = msgspec.structs.replace(
         spec, script=str(script), run_dir=str(run_dir), checkpoint_to=url, bind=bind, files_port=0
     )

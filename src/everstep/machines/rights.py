@@ -254,20 +254,20 @@ def _snapshots_written(brain: Brain, who: Sender, r: SnapshotsWritten) -> str:
     return wrong
 
 
-def _mark(brain: Brain, mark: Any) -> str:
-    if mark is None or (not mark.step and not mark.epoch and not mark.position):
+def _position(brain: Brain, position: Any) -> str:
+    if position is None or (not position.step and not position.epoch and not position.sample):
         return ""
-    if wrong := _datasets(brain, mark.dataset):
+    if wrong := _datasets(brain, position.dataset):
         return wrong
-    samples = brain.shards.datasets[mark.dataset].plan.samples
-    return "" if mark.position <= samples and mark.epoch < EPOCHS_MAX else f"there is no place {mark}"
+    samples = brain.shards.datasets[position.dataset].plan.samples
+    return "" if position.sample <= samples and position.epoch < EPOCHS_MAX else f"there is no place {position}"
 
 
 def _replica_written(brain: Brain, who: Sender, r: ReplicaWritten) -> str:
     wrong = _grouped(brain) or _checkpoint(brain, r.checkpoint)
     if wrong or r.replica is None:
         return wrong
-    return _files((r.replica.file,), r.checkpoint) or _mark(brain, r.replica.mark)
+    return _files((r.replica.file,), r.checkpoint) or _position(brain, r.replica.position)
 
 
 def _grouped(brain: Brain) -> str:
@@ -279,7 +279,7 @@ def _ask_group(brain: Brain, who: Sender, r: GroupAsked) -> str:
         return ""  # (the brain's own answer says what to do)
     if r.batch_samples < 1:
         return "batch_samples must be at least 1"
-    return _datasets(brain, r.dataset) or _epochs(r.until_epoch) or _mark(brain, r.mark)
+    return _datasets(brain, r.dataset) or _epochs(r.until_epoch) or _position(brain, r.position)
 
 
 def _generation(brain: Brain, who: Sender, r: Any) -> str:

@@ -23,7 +23,7 @@ class _Case(msgspec.Struct):
     incarnation: Incarnation
     asked: int = 0  # 1: at half of the time, 2: shortly before the end
     place: str = ""
-    told: bool = False
+    announced: bool = False
     idle_s: float = 0.0
 
 
@@ -50,7 +50,7 @@ class Hangs:
         for key, case in list(self._cases.items()):
             if key not in idle or idle[key].incarnation != case.incarnation:
                 del self._cases[key]
-                if case.told and self._watch.counts(key, case.incarnation):
+                if case.announced and self._watch.counts(key, case.incarnation):
                     words = f"its script had done nothing for {case.idle_s:.0f} s"
                     self._note(at, str(key), Decision("goes on", words))
         for key, one in idle.items():
@@ -67,9 +67,9 @@ class Hangs:
         if case is None or case.incarnation != taken.incarnation:
             return
         case.place = taken.place
-        if case.told:
+        if case.announced:
             return
-        case.told = True
+        case.announced = True
         where = f"it is at {taken.place}" if taken.place else "where it is could not be found out"
         limit_s = self._watch.progress_s
         words = f"its script has done nothing for {taken.idle_s:.0f} s: {where}"

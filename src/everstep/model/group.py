@@ -3,7 +3,7 @@
 A *generation* numbers the group: every change of who is in it makes a new one.
 A *step* trains the positions ``[lo, hi)`` of one epoch (positions as in ``model.shard``), divided among the members; it
 is committed at all survivors or at none, and only then does the next one begin. So the committed steps of an epoch
-tile its positions, and where the group is, is one :class:`Mark`.
+tile its positions, and where the group is, is one :class:`Position`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from everstep.ids import Incarnation, LeaseNo, NodeId, Slot
 from everstep.model.member import Address
 
 
-class Mark(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """Is the place of a state in the data: what is trained next. ``step``: committed steps so far."""
+class Position(msgspec.Struct, frozen=True, array_like=True, order=True, rename={"sample": "position"}):
+    """Says where training is: what is trained next. ``step``: committed steps so far. ``sample``: the next one's
+    number in the order of its epoch."""
 
     step: Whole = 0
     dataset: Whole = 0
     epoch: Whole = 0
-    position: Whole = 0
+    sample: Whole = 0
 
 
 class GroupMember(msgspec.Struct, frozen=True, array_like=True):
@@ -38,12 +39,12 @@ class GroupMember(msgspec.Struct, frozen=True, array_like=True):
         return f"worker:{self.slot} #{self.incarnation}"
 
 
-class HeldCopy(msgspec.Struct, frozen=True, array_like=True):
-    """Says of which state a worker's memory has a copy that outlived the worker (mode pipeline). ``origin``: the
+class HeldCopy(msgspec.Struct, frozen=True, array_like=True, rename={"position": "mark", "lineage": "origin"}):
+    """Says of which state a worker's memory has a copy that outlived the worker (mode pipeline). ``lineage``: the
     generation that began its line."""
 
-    mark: Mark
-    origin: Whole
+    position: Position
+    lineage: Whole
 
 
 class StepSplit(msgspec.Struct, frozen=True, array_like=True):
@@ -63,7 +64,7 @@ class StepSplit(msgspec.Struct, frozen=True, array_like=True):
         return all(len(by_rank) in (0, members) for by_rank in (self.shares, self.passes))
 
 
-class Group(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+class Group(msgspec.Struct, frozen=True, kw_only=True, dict=True, rename={"lineage": "origin"}):
     """Says who trains together, by the brain's word; a larger ``generation`` replaces a smaller one.
 
     A member whose present group has one of ``lost`` (or is ``broken``) leaves it at once, in mid-collective, and meets
@@ -78,10 +79,10 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     lost: tuple[tuple[Slot, Incarnation], ...] = ()  # of the last generations
     joining: tuple[GroupMember, ...] = ()  # they copy the state of a member meanwhile, and are not in the group yet
     hold: str = ""  # why no step may begin, e.g. "1 of at least 2 workers"; "": go on
-    begin: Mark = Mark()  # where a group begins of which nobody has a state
+    begin: Position = Position()  # where a group begins of which nobody has a state
     restore: int = 0  # the checkpoint from which it begins there; 0: from nothing, as the script made it
     copied: tuple[Slot, Incarnation] | None = None  # or the member that begins it with the copy of its stages
-    origin: int = 0  # the generation that began so; a state of an older origin is void, and counts as none
+    lineage: int = 0  # the generation that began so; a state of an older origin is void, and counts as none
     lease: LeaseNo = LeaseNo(0)  # by which its members push to the ps, where there are any
     over: bool = False  # scripts of members have come to their end: nobody enters, who is joining copies their state
     broken: int = 0  # nobody gets on in groups up to this generation, though nobody is lost: left at once, too
@@ -134,9 +135,9 @@ class Committed(msgspec.Struct, frozen=True, array_like=True):
     met: Whole = 0
 
     @property
-    def after(self) -> Mark:
-        """Return the mark of the state that these steps left (before an epoch's end is turned over)."""
-        return Mark(self.last + 1, self.dataset, self.epoch, self.hi)
+    def after(self) -> Position:
+        """Return the position of the state that these steps left (before an epoch's end is turned over)."""
+        return Position(self.last + 1, self.dataset, self.epoch, self.hi)
 
 
 class Micro(msgspec.Struct, frozen=True, array_like=True):

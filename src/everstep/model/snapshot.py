@@ -9,7 +9,7 @@ import msgspec
 from everstep.bounds import Bits64, Checksum, Finite, Measured, SnapshotPath, Whole, WholeOrNone
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, PartitionId, ShardKey, Slot
-from everstep.model.group import Mark
+from everstep.model.group import Position
 from everstep.model.shard import ShardSchedule
 from everstep.model.table import TableSpec
 
@@ -43,15 +43,15 @@ class PartitionSnapshot(msgspec.Struct, frozen=True, kw_only=True, rename={"part
     bytes_written: Whole = 0  # for this checkpoint; the older files were there
 
 
-class ReplicaCopy(msgspec.Struct, frozen=True, kw_only=True):
-    """Is the training state of a group (mode allreduce) at ``mark``. ``file``: see ``protect.replicafile``.
-    ``parameters``: numbers in the models' parameters; ``origin``: of the line of states that it belongs to.
-    ``waits_in``, ``waits_from``: from this position of this shard on, up to the mark, it has gradients of tables that
-    wait for a step; -1: there are none."""
+class ReplicaCopy(msgspec.Struct, frozen=True, kw_only=True, rename={"position": "mark", "lineage": "origin"}):
+    """Is the training state of a group (mode allreduce) at ``position``. ``file``: see ``protect.replicafile``.
+    ``parameters``: numbers in the models' parameters; ``lineage``: of the lineage that it belongs to.
+    ``waits_in``, ``waits_from``: from this position of this shard on, up to the position, it has gradients of tables
+    that wait for a step; -1: there are none."""
 
-    mark: Mark
+    position: Position
     file: CheckpointFile
-    origin: Whole = 0
+    lineage: Whole = 0
     parameters: Whole = 0
     waits_in: WholeOrNone = -1
     waits_from: Whole = 0
@@ -76,7 +76,9 @@ class DatasetPosition(msgspec.Struct, frozen=True):
     finished_epochs: Whole = 0  # epochs [0, n) are over
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True, rename={"partitions": "buckets", "snapshots": "images"}):
+class Manifest(
+    msgspec.Struct, frozen=True, kw_only=True, rename={"partitions": "buckets", "snapshots": "images", "since": "base"}
+):
     """A checkpoint: it exists when, and only when, its manifest does."""
 
     version: Whole = MANIFEST_VERSION
@@ -84,7 +86,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, rename={"partitions": 
     job: str
     checkpoint: Whole
     at: Finite  # seconds since the epoch
-    base: Whole = 0  # the checkpoint whose files its own deltas build on; 0: it is a base
+    since: Whole = 0  # the checkpoint whose files its own incremental snapshots build on; 0: all are full
     seed: Whole
     partitions: Whole
     tables: tuple[TableSpec, ...] = ()

@@ -80,7 +80,7 @@ class JournalFold:
                 self._said.add(fact.shard)
         elif isinstance(fact, StepsCommitted):
             if any(isinstance(reply, Reply) and isinstance(reply.answer, Ok) for reply in out):
-                self.steps.told(fact.steps)
+                self.steps.announced(fact.steps)
         elif isinstance(fact, JobResumed):
             self.resumed = {k for k in self._all_shards() if self._is_done(k)}
             self.steps.before = {n: (d.finished_epochs, 0) for n, d in enumerate(fact.manifest.datasets)}

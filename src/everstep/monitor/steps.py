@@ -5,7 +5,7 @@
    where a step begins, they know the same place; no worker committed a step twice, or left one out of a generation that
    it was in and outlived; and what was told is in somebody's log.
 
-A *line* is what follows from one formation of the group; the next one begins from a checkpoint, or from nothing, and
+A *lineage* is what follows from one formation of the group; the next one begins from a checkpoint, or from nothing, and
 makes void what the one before committed behind that place.
 """
 
@@ -18,7 +18,7 @@ import msgspec
 
 from everstep.bounds import MALFORMED
 from everstep.ids import Incarnation, Slot
-from everstep.model.group import Committed, Group, Mark
+from everstep.model.group import Committed, Group, Position
 from everstep.model.shard import ShardSchedule
 from everstep.monitor.loops import LoopFold
 from everstep.monitor.report import AuditReport, Offence
@@ -40,25 +40,25 @@ class StepLog(msgspec.Struct):
         return f"worker:{self.slot} #{self.incarnation}"
 
 
-class Line(msgspec.Struct):
-    """Is the lineage from generation ``origin`` on, beginning at ``begin`` (``restore``: from this checkpoint, 0: from
+class StateLineage(msgspec.Struct):
+    """Is the lineage from generation ``lineage`` on, beginning at ``begin`` (``restore``: from this checkpoint, 0: from
     nothing)."""
 
     origin: int
-    begin: Mark
+    begin: Position
     restore: int
     copied: bool = False
-    told: list[Committed] = []
+    announced: list[Committed] = []
 
 
 class StepFold:
     """Holds what the journal says of groups and their steps. ``lines`` by origin; ``members`` by generation.
-    ``before``: by dataset, where a job that goes on from a checkpoint begins (but for the dataset of the first line's
-    begin). ``loops``: what the script asked for."""
+    ``before``: by dataset, where a job that goes on from a checkpoint begins (but for the dataset of the first
+    lineage's begin). ``loops``: what the script asked for."""
 
     def __init__(self, loops: LoopFold | None = None) -> None:
         self.loops = loops or LoopFold()
-        self.lines: list[Line] = []
+        self.lineages: list[StateLineage] = []
         self.members: dict[int, set[tuple[Slot, Incarnation]]] = {}
         self.before: dict[int, tuple[int, int]] = {}
 
@@ -66,21 +66,21 @@ class StepFold:
         if group.generation in self.members:
             return  # the same one, divided anew
         self.members[group.generation] = {(m.slot, m.incarnation) for m in group.members}
-        if group.origin == group.generation:
-            self.lines.append(Line(group.origin, group.begin, group.restore, group.copied is not None))
+        if group.lineage == group.generation:
+            self.lineages.append(StateLineage(group.lineage, group.begin, group.restore, group.copied is not None))
 
-    def told(self, steps: Sequence[Committed]) -> None:
+    def announced(self, steps: Sequence[Committed]) -> None:
         for committed in steps:
-            if (line := self.line(committed.generation)) is not None:
-                line.told.append(committed)
+            if (lineage := self.lineage(committed.generation)) is not None:
+                lineage.announced.append(committed)
 
-    def line(self, generation: int) -> Line | None:
+    def lineage(self, generation: int) -> StateLineage | None:
         """Return the one that this generation belongs to."""
-        return next((line for line in reversed(self.lines) if line.origin <= generation), None)
+        return next((lineage for lineage in reversed(self.lineages) if lineage.origin <= generation), None)
 
 
 class StepsPiece(msgspec.Struct, array_like=True):
-    """Steps ``[first, last]`` of a line, as far as not told before: positions ``[lo, hi)``."""
+    """Steps ``[first, last]`` of a lineage, as far as not told before: positions ``[lo, hi)``."""
 
     first: int
     last: int
@@ -119,25 +119,25 @@ class StepCheck:
         self.steps = self.voided = self.samples = self.skipped = 0
 
     def run(self, logs: Sequence[StepLog]) -> None:
-        lines = self.fold.lines
-        for i, line in enumerate(lines):
-            cursors = dict(self.fold.before)
+        lineages = self.fold.lineages
+        for i, lineage in enumerate(lineages):
+            positions = dict(self.fold.before)
             for earlier in range(i):
-                for p in self._kept(lines[earlier], self._until(earlier, i)):
-                    cursors[p.dataset] = self._turned(p.epoch, p.hi, self.plans[p.dataset].samples)
-            if line.begin != Mark():
-                cursors[line.begin.dataset] = (line.begin.epoch, line.begin.position)
-            self._walk(line, cursors)
+                for p in self._kept(lineages[earlier], self._until(earlier, i)):
+                    positions[p.dataset] = self._turned(p.epoch, p.hi, self.plans[p.dataset].samples)
+            if lineage.begin != Position():
+                positions[lineage.begin.dataset] = (lineage.begin.epoch, lineage.begin.sample)
+            self._walk(lineage, positions)
         count: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        for i, line in enumerate(lines):
-            until = self._until(i, len(lines) - 1)
-            kept = list(self._kept(line, until))
+        for i, lineage in enumerate(lineages):
+            until = self._until(i, len(lineages) - 1)
+            kept = list(self._kept(lineage, until))
             steps = sum(p.last + 1 - p.first for p in kept)
             self.steps += steps
-            self.voided += sum(p.last + 1 - p.first for p in self.pieces[line.origin]) - steps
+            self.voided += sum(p.last + 1 - p.first for p in self.pieces[lineage.origin]) - steps
             for p in kept:
                 count.setdefault((p.dataset, p.epoch), []).append((p.lo, p.hi))
-            self._skips(line, kept)
+            self._skips(lineage, kept)
             for p in kept:
                 self._loop("journal", p)
         self._tile(count)
@@ -146,30 +146,30 @@ class StepCheck:
         if self.over and logs:
             self._witnessed(logs)
 
-    def lines(self) -> Iterable[tuple[Line, list[StepsPiece]]]:
-        """Return each line with what counts of it; after ``run``."""
-        lines = self.fold.lines
-        for i, line in enumerate(lines):
-            yield line, list(self._kept(line, self._until(i, len(lines) - 1)))
+    def lineages(self) -> Iterable[tuple[StateLineage, list[StepsPiece]]]:
+        """Return each lineage with what counts of it; after ``run``."""
+        lineages = self.fold.lineages
+        for i, lineage in enumerate(lineages):
+            yield lineage, list(self._kept(lineage, self._until(i, len(lineages) - 1)))
 
-    def _until(self, i: int, last: int) -> Mark | None:
-        """Return where line ``i`` is cut by those behind it, up to line ``last``."""
-        return min((line.begin for line in self.fold.lines[i + 1 : last + 1]), default=None)
+    def _until(self, i: int, last: int) -> Position | None:
+        """Return where lineage ``i`` is cut by those behind it, up to lineage ``last``."""
+        return min((lineage.begin for lineage in self.fold.lineages[i + 1 : last + 1]), default=None)
 
     # ------------------------------------------------------------ the journal
 
-    def _walk(self, line: Line, cursors: dict[int, tuple[int, int]]) -> None:
+    def _walk(self, lineage: StateLineage, positions: dict[int, tuple[int, int]]) -> None:
         """Each range continues the one before; repeats say the same."""
-        step = line.begin.step
-        pieces = self.pieces[line.origin] = []
-        for c in sorted(line.told, key=lambda c: (c.first, -c.last)):
+        step = lineage.begin.step
+        pieces = self.pieces[lineage.origin] = []
+        for c in sorted(lineage.announced, key=lambda c: (c.first, -c.last)):
             if not 0 <= c.dataset < len(self.plans) or not 0 <= c.lo < c.hi <= self.plans[c.dataset].samples:
                 self._offend("outside", "journal", c)
                 continue
-            self._mark(line, c, "journal")
+            self._position(lineage, c, "journal")
             if c.last < step:
                 continue
-            epoch, at = cursors.get(c.dataset, (0, 0))
+            epoch, at = positions.get(c.dataset, (0, 0))
             if c.first > step:
                 self._offend("missing", "journal", c, f"steps {step}..{c.first - 1} before them were never told")
             elif c.first == step and (c.epoch, c.lo) != (epoch, at):
@@ -182,19 +182,19 @@ class StepCheck:
                     StepsPiece(max(c.first, step), c.last, c.dataset, c.epoch, at, c.hi, c.generation, c.loop)
                 )
             step = c.last + 1
-            cursors[c.dataset] = self._turned(c.epoch, c.hi, self.plans[c.dataset].samples)
+            positions[c.dataset] = self._turned(c.epoch, c.hi, self.plans[c.dataset].samples)
 
-    def _kept(self, line: Line, until: Mark | None) -> Iterable[StepsPiece]:
+    def _kept(self, lineage: StateLineage, until: Position | None) -> Iterable[StepsPiece]:
         """Return what is not void."""
-        for p in self.pieces[line.origin]:
+        for p in self.pieces[lineage.origin]:
             if until is None or p.last < until.step:
                 yield p
             elif p.first < until.step:
-                hi = until.position if p.epoch == until.epoch else p.hi
+                hi = until.sample if p.epoch == until.epoch else p.hi
                 yield StepsPiece(p.first, until.step - 1, p.dataset, p.epoch, p.lo, hi, p.generation, p.loop)
 
-    def _skips(self, line: Line, kept: Sequence[StepsPiece]) -> None:
-        found = {(c.dataset, c.epoch, lo, hi) for c in line.told for lo, hi in c.skipped}
+    def _skips(self, lineage: StateLineage, kept: Sequence[StepsPiece]) -> None:
+        found = {(c.dataset, c.epoch, lo, hi) for c in lineage.announced for lo, hi in c.skipped}
         for dataset, epoch, lo, hi in sorted(found):
             spans = [(max(lo, p.lo), min(hi, p.hi)) for p in kept if (p.dataset, p.epoch) == (dataset, epoch)]
             samples = sum(max(0, b - a) for a, b in spans)
@@ -204,10 +204,10 @@ class StepCheck:
 
     def _tile(self, count: dict[tuple[int, int], list[tuple[int, int]]]) -> None:
         """Check that every epoch's ranges, from whatever lines, meet without hole or overlap."""
-        first = self.fold.lines[0].begin if self.fold.lines else Mark()
+        first = self.fold.lineages[0].begin if self.fold.lineages else Position()
         last = {d: max(e for x, e in count if x == d) for d, _ in count}
         for (dataset, epoch), spans in sorted(count.items()):
-            at = first.position if (dataset, epoch) == (first.dataset, first.epoch) else 0
+            at = first.sample if (dataset, epoch) == (first.dataset, first.epoch) else 0
             began = at
             samples = self.plans[dataset].samples
             for lo, hi in sorted(spans):
@@ -234,25 +234,27 @@ class StepCheck:
             else:
                 self.report.notes.append(f"{log.name}: {log.problem}")
         next_step: dict[int, int] = {}
-        last = len(self.fold.lines) - 1
-        cuts = {line.origin: self._until(i, last) for i, line in enumerate(self.fold.lines)}
+        last = len(self.fold.lineages) - 1
+        cuts = {lineage.origin: self._until(i, last) for i, lineage in enumerate(self.fold.lineages)}
         for c in log.steps:
-            line = self.fold.line(c.generation)
-            if line is None or (log.slot, log.incarnation) not in self.fold.members.get(c.generation, ()):
+            lineage = self.fold.lineage(c.generation)
+            if lineage is None or (log.slot, log.incarnation) not in self.fold.members.get(c.generation, ()):
                 self._offend("outside", log.name, c, f"it is not in generation {c.generation}")
                 continue
-            expected = next_step.get(line.origin)
+            expected = next_step.get(lineage.origin)
             if expected is not None and c.first < expected:
                 self._offend("twice", log.name, c, f"it logged steps below {expected} before")
             elif expected is not None and c.first > expected:
-                self._missed(log, line, expected, c)
-            next_step[line.origin] = c.last + 1
-            if (cut := cuts[line.origin]) is None or c.first < cut.step:
+                self._missed(log, lineage, expected, c)
+            next_step[lineage.origin] = c.last + 1
+            if (cut := cuts[lineage.origin]) is None or c.first < cut.step:
                 self._loop(log.name, StepsPiece(c.first, c.last, c.dataset, c.epoch, c.lo, c.hi, c.generation, c.loop))
-            self._mark(line, c, log.name)
-            told = max((p.last for p in self.pieces.get(line.origin, ())), default=-1)
-            if self.over and line is self.fold.lines[-1] and c.last > told:
-                self._offend("missing", "journal", c, f"{log.name} committed them, the journal has steps up to {told}")
+            self._position(lineage, c, log.name)
+            announced = max((p.last for p in self.pieces.get(lineage.origin, ())), default=-1)
+            if self.over and lineage is self.fold.lineages[-1] and c.last > announced:
+                self._offend(
+                    "missing", "journal", c, f"{log.name} committed them, the journal has steps up to {announced}"
+                )
 
     def _loop(self, who: str, p: StepsPiece) -> None:
         """These steps are of an epoch that their loop of the script asked for."""
@@ -261,10 +263,10 @@ class StepCheck:
             words = f"{who}: {self._epoch(p.dataset, p.epoch)} [{p.lo}, {p.hi}) was trained {wrong}"
             self.report.loops.append(words)
 
-    def _missed(self, log: StepLog, line: Line, expected: int, c: Committed) -> None:
+    def _missed(self, log: StepLog, lineage: StateLineage, expected: int, c: Committed) -> None:
         """A hole in a worker's log is right only where it was not in the group."""
         me = (log.slot, log.incarnation)
-        for p in self.pieces.get(line.origin, ()):
+        for p in self.pieces.get(lineage.origin, ()):
             if p.first < c.first and p.last >= expected and me in self.fold.members.get(p.generation, ()):
                 words = f"it was in generation {p.generation}, but did not log steps {expected}..{c.first - 1}"
                 self._offend("missing", log.name, c, words)
@@ -272,9 +274,9 @@ class StepCheck:
 
     def _witnessed(self, logs: Sequence[StepLog]) -> None:
         """Check that every step that was told is in the log of a worker."""
-        for line in self.fold.lines:
+        for lineage in self.fold.lineages:
             logged = sorted(
-                (c.first, c.last) for log in logs for c in log.steps if self.fold.line(c.generation) is line
+                (c.first, c.last) for log in logs for c in log.steps if self.fold.lineage(c.generation) is lineage
             )
             merged: list[list[int]] = []
             for first, last in logged:
@@ -282,7 +284,7 @@ class StepCheck:
                     merged[-1][1] = max(merged[-1][1], last)
                 else:
                     merged.append([first, last])
-            for p in self.pieces[line.origin]:
+            for p in self.pieces[lineage.origin]:
                 if not any(first <= p.first and p.last <= last for first, last in merged):
                     name = self._epoch(p.dataset, p.epoch)
                     words = f"steps {p.first}..{p.last} are in no worker's log"
@@ -290,14 +292,14 @@ class StepCheck:
 
     # ------------------------------------------------------------ both
 
-    def _mark(self, line: Line, c: Committed, who: str) -> None:
+    def _position(self, lineage: StateLineage, c: Committed, who: str) -> None:
         """Compare where these steps begin and end with what is known of that."""
         if not 0 <= c.dataset < len(self.plans):
             self._offend("outside", who, c)
             return
         ends = ((c.first, (c.dataset, c.epoch, c.lo)), (c.last + 1, (c.dataset, *self._end(c))))
         for step, place in ends:
-            known = self.places.setdefault((line.origin, step), place)
+            known = self.places.setdefault((lineage.origin, step), place)
             if known != place and known[0] == place[0]:
                 words = f"step {step} is at {place[1:]} there, at {known[1:]} elsewhere (epoch, position)"
                 self._offend("conflict", who, c, words)
@@ -325,11 +327,11 @@ def check_steps(
     report = AuditReport(run_dir)
     check = StepCheck(fold, plans, report, over)
     check.run(logs)
-    for line in fold.lines[1:]:
-        source = f"checkpoint {line.restore}" if line.restore else "the beginning"
-        source = "the copy of its stages" if line.copied else source
+    for lineage in fold.lineages[1:]:
+        source = f"checkpoint {lineage.restore}" if lineage.restore else "the beginning"
+        source = "the copy of its stages" if lineage.copied else source
         report.notes.append(
-            f"every state was lost before generation {line.origin}: steps from {line.begin.step} on were"
+            f"every state was lost before generation {lineage.origin}: steps from {lineage.begin.step} on were"
             f" void, and done again from {source}"
         )
     report.counts = {
@@ -337,7 +339,7 @@ def check_steps(
         "void": check.voided,
         "samples": check.samples,
         "generations": len(fold.members),
-        "lines": len(fold.lines),
+        "lines": len(fold.lineages),
         "logs": len(logs),
         "skipped_samples": check.skipped,
     }

@@ -123,7 +123,7 @@ def members_view(brain: Brain, measured: Measured) -> Iterable[MemberView]:
     )
     for record in brain.members.all():
         member = record.member
-        told = measured.of_member(member.key, member.incarnation) if record.running else {}
+        reported = measured.of_member(member.key, member.incarnation) if record.running else {}
         has = record.running and member.role is Role.PS and placement is not None
         yield MemberView(
             role=member.role,
@@ -134,8 +134,8 @@ def members_view(brain: Brain, measured: Measured) -> Iterable[MemberView]:
             state=shown_state(record),
             losses=record.losses,
             works_on=brain.shards.name(record.held[0]) if record.held else brain.groups.words(record),
-            samples_per_s=told.get("samples_per_s", 0.0),
-            rss_bytes=int(told.get("rss_bytes", 0)),
+            samples_per_s=reported.get("samples_per_s", 0.0),
+            rss_bytes=int(reported.get("rss_bytes", 0)),
             partitions=len(placement.owned_by(member.slot)) if has and placement is not None else 0,
             mirrors=len(placement.mirrors_at(member.slot)) if has and placement is not None else 0,
             hardware=measured.hardware.get(member.node, ""),
@@ -346,22 +346,22 @@ def make_speed_view(
 _PHASE = "phase."
 
 
-def process_counters(role: Role, slot: Slot, told: Mapping[str, float]) -> ProcessCounters:
+def process_counters(role: Role, slot: Slot, reported: Mapping[str, float]) -> ProcessCounters:
     """Return what a process told, by the names of the model."""
     worker = role is Role.WORKER
     return ProcessCounters(
         role=role,
         slot=slot,
-        samples=told.get("computed") if worker else None,
-        compute_s=told.get("compute_s") if worker else None,
-        phase_s={name.removeprefix(_PHASE): s for name, s in told.items() if name.startswith(_PHASE)},
-        bytes_in=told.get("bytes_in"),
-        bytes_out=told.get("bytes_out"),
-        requests=None if worker else told.get("requests"),
-        service_s=None if worker else told.get("service_total_s"),
-        rows=None if worker else told.get("rows"),
-        cpu_s=told.get("cpu_s"),
-        resident_memory_bytes=told.get("rss_bytes"),
-        throttled_s=told.get("throttled_s"),
-        throttled_periods=told.get("throttled"),
+        samples=reported.get("computed") if worker else None,
+        compute_s=reported.get("compute_s") if worker else None,
+        phase_s={name.removeprefix(_PHASE): s for name, s in reported.items() if name.startswith(_PHASE)},
+        bytes_in=reported.get("bytes_in"),
+        bytes_out=reported.get("bytes_out"),
+        requests=None if worker else reported.get("requests"),
+        service_s=None if worker else reported.get("service_total_s"),
+        rows=None if worker else reported.get("rows"),
+        cpu_s=reported.get("cpu_s"),
+        resident_memory_bytes=reported.get("rss_bytes"),
+        throttled_s=reported.get("throttled_s"),
+        throttled_periods=reported.get("throttled"),
     )

@@ -27,7 +27,7 @@ from everstep.bounds import MALFORMED
 from everstep.brain.events import StepsCommitted
 from everstep.errors import ConfigError
 from everstep.ids import LeaseNo, ShardKey
-from everstep.model.group import Mark
+from everstep.model.group import Position
 from everstep.model.shard import shard_key, split_key
 from everstep.model.snapshot import Manifest
 from everstep.monitor.journal_fold import JournalFold, JournalReader
@@ -177,15 +177,15 @@ def _of_groups(fold: JournalFold, run_dir: Path, manifest: Manifest | None) -> E
     check = StepCheck(fold.steps, fold.plans, AuditReport(""), over=False)
     check.run([])
     epochs: dict[Where, Expected] = {}
-    mark = manifest.replica.mark if manifest is not None and manifest.replica is not None else None
+    saved = manifest.replica.position if manifest is not None and manifest.replica is not None else None
     for number, dataset in enumerate(fold.brain.shards.datasets):
         samples = dataset.plan.samples
-        cursor = fold.brain.state.groups.cursor(number)
-        if mark is not None and manifest is not None:
+        position = fold.brain.state.groups.position(number)
+        if saved is not None and manifest is not None:
             finished = manifest.datasets[number].finished_epochs if number < len(manifest.datasets) else 0
-            cursor = mark if mark.dataset == number else Mark(mark.step, number, finished, 0)
-        for epoch in range(cursor.epoch + (cursor.position > 0)):
-            done = samples if epoch < cursor.epoch else cursor.position
+            position = saved if saved.dataset == number else Position(saved.step, number, finished, 0)
+        for epoch in range(position.epoch + (position.sample > 0)):
+            done = samples if epoch < position.epoch else position.sample
             epochs[number, epoch] = Expected(samples, done, True)
         replica = manifest.replica if manifest is not None else None
         if replica is not None and replica.waits_in >= 0:  # (gradients that had not reached its tables yet)
@@ -193,28 +193,28 @@ def _of_groups(fold: JournalFold, run_dir: Path, manifest: Manifest | None) -> E
             for where, known in epochs.items():
                 if where[0] == first[0] == number and where >= first:
                     known.perhaps.append((replica.waits_from if where == first else 0, known.done))
-        if mark is not None and on_ps:  # (its tables are of a little later than the rest)
-            now = fold.brain.state.groups.cursor(number)
-            for epoch in range(cursor.epoch, now.epoch + (now.position > 0)):
-                done = cursor.position if epoch == cursor.epoch else 0
+        if saved is not None and on_ps:  # (its tables are of a little later than the rest)
+            now = fold.brain.state.groups.position(number)
+            for epoch in range(position.epoch, now.epoch + (now.sample > 0)):
+                done = position.sample if epoch == position.epoch else 0
                 epochs[number, epoch] = Expected(samples, done)
     steps: dict[tuple[int, int], tuple[int, int]] = {}
-    for line, kept in check.lines():
+    for lineage, kept in check.lineages():
         for p in kept:
             one = epochs.get((p.dataset, p.epoch))
-            last = p.last if mark is None else min(p.last, mark.step - 1)
+            last = p.last if saved is None else min(p.last, saved.step - 1)
             if one is None or last < p.first:
                 continue
             hi = min(p.hi, one.done)
-            told = [c for c in line.told if (c.dataset, c.epoch) == (p.dataset, p.epoch)]
-            one.not_applied += _inside([s for c in told for s in c.skipped], p.lo, hi)
+            announced = [c for c in lineage.announced if (c.dataset, c.epoch) == (p.dataset, p.epoch)]
+            one.not_applied += _inside([s for c in announced for s in c.skipped], p.lo, hi)
             if not on_ps:  # (else a later step may have applied it: the ps have written down which are left out)
-                one.perhaps += _inside([s for c in told for s in c.unstepped], p.lo, hi)
+                one.perhaps += _inside([s for c in announced for s in c.unstepped], p.lo, hi)
             at = p.loop, p.epoch
             least, most = steps.get(at, (0, 0))
             steps[at] = least + last + 1 - p.first, most + last + 1 - p.first
     odd = any(one.not_applied or one.perhaps for one in epochs.values())
-    odd = odd or (on_ps and any(c.unstepped for line, _ in check.lines() for c in line.told))
+    odd = odd or (on_ps and any(c.unstepped for lineage, _ in check.lineages() for c in lineage.announced))
     for log in [read_log(p) for p in sorted((run_dir / "audit").glob("ps-*.log"))] if on_ps else ():
         for i in np.flatnonzero(log.skipped).tolist():
             number, of_epoch, _ = split_key(ShardKey(int(log.shard[i])))

@@ -27,7 +27,7 @@ from everstep.brain.events import (
 )
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, LeaseNo, PartitionId, ShardKey, Slot, TableId
-from everstep.model.group import Mark
+from everstep.model.group import Position
 from everstep.model.job_view import JobView
 from everstep.model.member import Role
 from everstep.model.shard import Span, Token
@@ -641,25 +641,25 @@ class PsStats(msgspec.Struct, frozen=True, tag="ps_stats"):
     busy_s: float
 
 
-class StateReady(msgspec.Struct, frozen=True, tag="state_ready"):
-    """Says that a state is ready; ``origin``: of the group whose state it is (see ``Group.origin``)."""
+class StateReady(msgspec.Struct, frozen=True, tag="state_ready", rename={"position": "mark", "lineage": "origin"}):
+    """Says that a state is ready; ``lineage``: of the group whose state it is (see ``Group.origin``)."""
 
     snapshot: int
-    mark: Mark
+    position: Position
     header_bytes: int
     body_bytes: int
-    origin: int = 0
+    lineage: int = 0
 
 
 class StatePart(msgspec.Struct, frozen=True, tag="state_part"):
     """Brings the bytes that were asked for, in the body."""
 
 
-class StepDid(msgspec.Struct, frozen=True, tag="step_did"):
+class StepDid(msgspec.Struct, frozen=True, tag="step_did", rename={"position": "mark"}):
     """Brings what a step did; ``parts``: (header bytes, tensor bytes) of each piece of the body. ``newest``: the step
     that is next there."""
 
-    mark: Mark
+    position: Position
     parts: tuple[tuple[int, int], ...]
     newest: int
 

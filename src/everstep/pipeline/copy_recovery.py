@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from everstep.allreduce.serialize import Packed
+from everstep.allreduce.serialize import SerializedState
 from everstep.model.group import Committed, HeldCopy
 from everstep.pipeline.copy_slots import CopyMemory, CopyMeta
 from everstep.pipeline.stages_state import WholeModel, joined
@@ -11,20 +11,20 @@ from everstep.pipeline.stages_state import WholeModel, joined
 class KeptCopy:
     """Is the newest intact copy that an earlier life of this worker left behind (``member_runtime.CopyToBegin``)."""
 
-    def __init__(self, meta: CopyMeta, parts: list[Packed], whole: WholeModel) -> None:
+    def __init__(self, meta: CopyMeta, parts: list[SerializedState], whole: WholeModel) -> None:
         self._meta, self._parts, self._whole = meta, parts, whole
-        self.held = HeldCopy(meta.mark, meta.origin)
+        self.held = HeldCopy(meta.position, meta.lineage)
         self.slot, self.incarnation = meta.slot, meta.incarnation
         self.steps: tuple[Committed, ...] = meta.steps
 
     def __repr__(self) -> str:
-        return f"<KeptCopy of step {self._meta.mark.step}, by worker:{self.slot} #{self.incarnation}>"
+        return f"<KeptCopy of step {self._meta.position.step}, by worker:{self.slot} #{self.incarnation}>"
 
     @classmethod
     def find(cls, memory: CopyMemory, whole: WholeModel) -> KeptCopy | None:
         found = memory.newest()
         return None if found is None else cls(*found, whole)
 
-    def packed(self) -> Packed:
+    def serialized(self) -> SerializedState:
         """Return the state of the whole model. Raises CheckpointError, ScriptError: the parts are not of one model."""
-        return joined(self._parts, self._whole, self._meta.mark, self._meta.loop)
+        return joined(self._parts, self._whole, self._meta.position, self._meta.loop)

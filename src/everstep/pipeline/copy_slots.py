@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from everstep.allreduce.serialize import Packed
+from everstep.allreduce.serialize import SerializedState
 from everstep.bounds import MALFORMED
 from everstep.errors import CheckpointError, ConfigError, PlatformError
-from everstep.model.group import Committed, Mark
+from everstep.model.group import Committed, Position
 from everstep.model.stage_spans import COPIES_VARIABLE, COPY_SLOTS
 from everstep.native import crc32c
 
@@ -42,12 +42,12 @@ logger = logging.getLogger("everstep.worker")
 
 
 class CopyMeta(msgspec.Struct, frozen=True):
-    """Says what a copy of all stages is of; in the slot of the first stage. ``origin``: of the line of states;
+    """Says what a copy of all stages is of; in the slot of the first stage. ``lineage``: of the lineage;
     ``steps``: committed ones that the journal may lack."""
 
-    mark: Mark = Mark()
+    position: Position = Position()
     loop: int = 0
-    origin: int = 0
+    lineage: int = 0
     slot: int = 0
     incarnation: int = 0
     steps: tuple[Committed, ...] = ()
@@ -164,14 +164,14 @@ class CopySlot:
         except MALFORMED as error:
             raise CheckpointError(f"a stage's copy cannot be read: {error}") from None
 
-    def read(self, head: SlotHead, what: str) -> Packed:
+    def read(self, head: SlotHead, what: str) -> SerializedState:
         """Return the copy: its tensors are views of the slot. Raises CheckpointError: a block is damaged."""
         memory = self._mapped(0)
         body, sums = self._arrays(memory, head)
         for block in range(head.blocks):
             if crc32c(body[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES].data) != int(sums[block]):
                 raise CheckpointError(f"{what}: block {block} of {head.blocks} is damaged")
-        return Packed(self._text(head, what)[head.meta_bytes :], torch.from_numpy(body))
+        return SerializedState(self._text(head, what)[head.meta_bytes :], torch.from_numpy(body))
 
     def _text(self, head: SlotHead, what: str) -> bytes:
         text = self._mapped(0)[head.text_at : head.text_at + head.meta_bytes + head.header_bytes]
@@ -240,7 +240,7 @@ class CopyMemory:
         self.page.step = -1
         self.page.newest[:] = -1
 
-    def newest(self) -> tuple[CopyMeta, list[Packed]] | None:
+    def newest(self) -> tuple[CopyMeta, list[SerializedState]] | None:
         """Return the newest copy that all stages have and that is intact, and its parts by stage: views of the slots.
         None: there is none."""
         heads = [{(h.step, h.life): (s, h) for s in slots if (h := s.head()) is not None} for slots in self.slots]

@@ -21,7 +21,7 @@ import torch
 from everstep.allreduce.serialize import encode_header
 from everstep.allreduce.state import ReplicaState
 from everstep.errors import PlatformError, ScriptError
-from everstep.model.group import Mark
+from everstep.model.group import Position
 from everstep.model.stage_spans import CopyTotals
 from everstep.native import SpanCopier
 from everstep.pipeline.copy_slots import BLOCK_BYTES, CopyMemory, CopyMeta, CopySlot
@@ -157,7 +157,7 @@ class StageCopies:
         return self._slots[0]
 
     def _capture(self, step: int, meta: CopyMeta | None) -> _Captured:
-        header, packer = self._state.described(Mark(), 0)
+        header, packer = self._state.described(Position(), 0)
         changes = set(header.buffers) | set(header.gradients)
         pieces: list[torch.Tensor] = []
         versions = []
@@ -168,10 +168,10 @@ class StageCopies:
             else:
                 versions.append((tensor, tensor._version))
             pieces.append(tensor)
-        told = b"" if meta is None else msgspec.msgpack.encode(meta)
+        encoded = b"" if meta is None else msgspec.msgpack.encode(meta)
         places = [entry.at for entry in packer.entries]
         text = encode_header(header, "the training state")
-        return _Captured(step, told, text, packer.size_bytes, pieces, places, versions)
+        return _Captured(step, encoded, text, packer.size_bytes, pieces, places, versions)
 
     def _start(self) -> None:
         """Begin to write what was captured, where a slot is free."""

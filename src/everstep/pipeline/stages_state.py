@@ -17,10 +17,10 @@ from torch import nn
 
 from everstep.allreduce.leader import UnitState
 from everstep.allreduce.replica_group import Part, ReadOut, Unit
-from everstep.allreduce.serialize import Packed, Packer, Unpacker, decode_header, encode_header
+from everstep.allreduce.serialize import Packer, SerializedState, Unpacker, decode_header, encode_header
 from everstep.allreduce.state import ReplicaState
 from everstep.errors import CheckpointError, ScriptError
-from everstep.model.group import Mark
+from everstep.model.group import Position
 from everstep.pipeline.guard import unguard
 
 _HALF = 1 << 63
@@ -54,13 +54,13 @@ class StagesState(UnitState):
 
     # ------------------------------------------------------------ out
 
-    def snapshot(self, into: torch.Tensor | None = None) -> Packed:
-        return self._gathered(ReadOut("snapshot"), self.mark, self.loop, into)
+    def snapshot(self, into: torch.Tensor | None = None) -> SerializedState:
+        return self._gathered(ReadOut("snapshot"), self.position, self.loop, into)
 
     def digest(self) -> int:
         """Return it for the whole model. Of the leader at any boundary; followers are asked."""
-        packed = self._gathered(ReadOut("digest"), Mark(), 0, None)
-        return digest_of(packed) if self.unit.leads else 0
+        serialized = self._gathered(ReadOut("digest"), Position(), 0, None)
+        return digest_of(serialized) if self.unit.leads else 0
 
     def quick_digest(self) -> int:
         """Return it for the worker, in the leader; of the own stage, in a follower."""
@@ -68,24 +68,24 @@ class StagesState(UnitState):
 
     def parameter_digests(self) -> dict[str, int]:
         """Return those of the whole model, in the leader."""
-        packed = self._gathered(ReadOut("parameters"), Mark(), 0, None)
-        return named_digests(packed) if self.unit.leads else {}
+        serialized = self._gathered(ReadOut("parameters"), Position(), 0, None)
+        return named_digests(serialized) if self.unit.leads else {}
 
-    def together(self) -> Packed:
+    def together(self) -> SerializedState:
         """Return the state in the leader; an empty one in followers. All processes of the worker have to come here."""
-        return self._take_in(Mark(), 0, None) if self.unit.leads else self._hand_in()
+        return self._take_in(Position(), 0, None) if self.unit.leads else self._hand_in()
 
-    def _gathered(self, order: ReadOut, mark: Mark, loop: int, into: torch.Tensor | None) -> Packed:
+    def _gathered(self, order: ReadOut, position: Position, loop: int, into: torch.Tensor | None) -> SerializedState:
         if not self.unit.leads:
             return self._hand_in()
         with self.unit.ordered(order):
-            return self._take_in(mark, loop, into)
+            return self._take_in(position, loop, into)
 
-    def _mine(self) -> Packed:
+    def _mine(self) -> SerializedState:
         unguard(p for model in self.models for p in model.parameters())
-        return ReplicaState._packed(self, Mark(), 0, None)
+        return ReplicaState._serialized(self, Position(), 0, None)
 
-    def _hand_in(self) -> Packed:
+    def _hand_in(self) -> SerializedState:
         mine = self._mine()
         fd = os.memfd_create("everstep-stage", os.MFD_CLOEXEC)
         try:
@@ -97,9 +97,9 @@ class StagesState(UnitState):
             self.unit.answer(Part(len(mine.header), mine.body.numel()), fd)
         finally:
             os.close(fd)
-        return Packed(b"", torch.empty(0, dtype=torch.uint8))
+        return SerializedState(b"", torch.empty(0, dtype=torch.uint8))
 
-    def _take_in(self, mark: Mark, loop: int, into: torch.Tensor | None) -> Packed:
+    def _take_in(self, position: Position, loop: int, into: torch.Tensor | None) -> SerializedState:
         parts = [self._mine()]
         for follower in self.unit.followers:
             said, fd = self.unit.hear_part(follower)
@@ -111,23 +111,23 @@ class StagesState(UnitState):
                 with memoryview(memory) as view:
                     body.numpy().data[:] = view[said.header_bytes :]
             memory.close()
-            parts.append(Packed(header, body))
-        return joined(parts, self.whole, mark, loop, into)
+            parts.append(SerializedState(header, body))
+        return joined(parts, self.whole, position, loop, into)
 
     # ------------------------------------------------------------ in
 
-    def load(self, packed: Packed, what: str = "the state") -> None:
+    def load(self, serialized: SerializedState, what: str = "the state") -> None:
         if self.unit.leads:
-            super().load(packed, what)  # (with all processes; each comes to ``_load``)
+            super().load(serialized, what)  # (with all processes; each comes to ``_load``)
         else:
-            self._load(packed, what)
+            self._load(serialized, what)
 
-    def _load(self, packed: Packed, what: str) -> None:
-        ReplicaState.load(self, self._own(packed, what), what)
+    def _load(self, serialized: SerializedState, what: str) -> None:
+        ReplicaState.load(self, self._own(serialized, what), what)
 
-    def _own(self, packed: Packed, what: str) -> Packed:
+    def _own(self, serialized: SerializedState, what: str) -> SerializedState:
         """Return what of a whole state is of this process. Raises CheckpointError: of another model."""
-        header = decode_header(packed.header, what)
+        header = decode_header(serialized.header, what)
         for kind, numbers, names in (
             ("parameter", header.parameters, self.whole.parameters),
             ("buffer", header.buffers, self.whole.buffers),
@@ -158,7 +158,7 @@ class StagesState(UnitState):
             gradients=own(header.gradients, parameters),
             trees=trees,
         )
-        return Packed(encode_header(mine, what), packed.body)
+        return SerializedState(encode_header(mine, what), serialized.body)
 
     def _extras(self) -> set[str]:
         return {f"extra.{prefix}{at}" for prefix, model in self._models() for at, _ in model.named_modules()}
@@ -176,8 +176,8 @@ def _own_optimizer(tree: Any, names: set[str]) -> Any:
 
 
 def joined(
-    parts: Sequence[Packed], whole: WholeModel, mark: Mark, loop: int, into: torch.Tensor | None = None
-) -> Packed:
+    parts: Sequence[SerializedState], whole: WholeModel, position: Position, loop: int, into: torch.Tensor | None = None
+) -> SerializedState:
     """Return the state of the whole model, as one process with all of it would pack it. Raises ScriptError where what
     the stages have in common differs."""
     sources = [Unpacker(part, f"the state of stage {stage}") for stage, part in enumerate(parts)]
@@ -216,7 +216,7 @@ def joined(
         for name, tree in source.header.trees.items():
             if name.startswith("extra."):
                 trees.setdefault(name, packer.tree(name, source.value(tree)))
-    header = packer.header(mark, loop, trees, parameters=numbers, buffers=held, gradients=kept)
+    header = packer.header(position, loop, trees, parameters=numbers, buffers=held, gradients=kept)
     return packer.finish(header, "the training state", into)
 
 
@@ -270,16 +270,16 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b) or (a != a and b != b)
 
 
-def digest_of(packed: Packed) -> int:
+def digest_of(serialized: SerializedState) -> int:
     """Return the digest of ``ReplicaState.digest``."""
-    hashed = hashlib.blake2b(packed.header, digest_size=8)
-    hashed.update(packed.body.numpy().data)
+    hashed = hashlib.blake2b(serialized.header, digest_size=8)
+    hashed.update(serialized.body.numpy().data)
     return int.from_bytes(hashed.digest(), "little") - _HALF
 
 
-def named_digests(packed: Packed) -> dict[str, int]:
+def named_digests(serialized: SerializedState) -> dict[str, int]:
     """Return digests as ``ReplicaState.parameter_digests`` does."""
-    source = Unpacker(packed, "the state")
+    source = Unpacker(serialized, "the state")
     out: dict[str, int] = {}
     for number in (*source.header.parameters, *source.header.buffers):
         tensor = source.view(number)

@@ -82,8 +82,8 @@ class NoticeLedger:
 
     def certain(self) -> list[Notice]:
         """Open events by which the node goes; the earliest first, those without a time before all."""
-        sure = [n for n in self._open.values() if n.certainty is Certainty.CERTAIN]
-        return sorted(sure, key=lambda n: -math.inf if n.at is None else n.at)
+        certain = [n for n in self._open.values() if n.certainty is Certainty.CERTAIN]
+        return sorted(certain, key=lambda n: -math.inf if n.at is None else n.at)
 
 
 def _is_news(known: Notice | None, now: Notice) -> bool:

@@ -7,7 +7,8 @@ loses, mean time between losses of a ps ``M``, restart time ``R`` and read time 
   written, and what is trained again. It is least at ``T = sqrt(2 C M)`` (J. W. Young, "A first order approximation to
   the optimum checkpoint interval", CACM 17(9), 1974), but ``T`` cannot be below ``W``. After a loss only the lost
   ps's partitions are read, ``L = bytes / ps / bandwidth``; the batches since are computed again.
-* *Incremental checkpoints* write the share ``f`` of the bytes that changed since the last one, and a base after ``n``
+* *Incremental checkpoints* write the share ``f`` of the bytes that changed since the last one, and a full one after
+``n``
   of them: ``W' = W (1 + n f) / (n + 1)`` on average, and ``L`` grows by ``1 + n f / 2``. (Check-N-Run, NSDI 2022,
   reports 6 to 17 times less bandwidth, so ``f`` of 0.06 to 0.17 there, with quantisation.)
 * *Parity K+M, replica*: a constant share ``o`` (``m o`` for m), whatever the bytes and the failures (ECRec measured 18
@@ -44,7 +45,7 @@ class Case(NamedTuple):
     ps: int = 4
     stall: float = 0.02  # share of the writing time that training loses (1: it stops while it writes)
     changed: float = 0.4  # share of the bytes that change between two checkpoints
-    base_every: int = 8  # increments, then a base
+    full_every: int = 8  # so many incremental ones, then a full one
     restart_s: float = 10.0  # from a loss until training goes on, reading not counted
     network: float = 1e9  # of one ps
     parity: float = 0.07  # share of the throughput that parity costs
@@ -89,7 +90,7 @@ def checkpoint_loss(cost_s: float, write_s: float, restore_s: float, mtbf_s: flo
 def checkpoints(case: Case, incremental: bool, mtbf_s: float | None = None) -> Option:
     """Return what checkpoints cost; ``mtbf_s``: between the losses that need them, if not all do."""
     full_s = case.table_bytes / case.bandwidth
-    n, f = (case.base_every, case.changed) if incremental else (0, 1.0)
+    n, f = (case.full_every, case.changed) if incremental else (0, 1.0)
     write_s = full_s * (1.0 + n * f) / (n + 1.0)
     read_s = full_s / case.ps * (1.0 + n * f / 2.0)
     interval_s, parts = checkpoint_loss(

@@ -10,13 +10,13 @@ def is_due(every_s: float, every_batches: int, since_s: float, since_batches: in
     return every_s > 0 and since_s >= every_s
 
 
-def since_of(newest: int, increments: int, base_every: int, base: bool) -> int:
-    """Return the checkpoint on which the next one builds; 0: a base.
+def since_of(newest: int, incrementals: int, full_every: int, full: bool) -> int:
+    """Return the checkpoint on which the next one builds; 0: a full one.
 
-    ``newest``: the last one committed by this job (0: none); ``increments``: those since its last base;
-    ``base_every``: so many increments, then a base (the chain that a restore reads stays so short); ``base``: one
-    was asked for.
+    ``newest``: the last one committed by this job (0: none); ``incrementals``: those since its last full one;
+    ``full_every``: so many incremental ones, then a full one (the chain that a restore reads stays so short);
+    ``full``: one was asked for.
     """
-    if base or not newest or increments >= base_every:
+    if full or not newest or incrementals >= full_every:
         return 0
     return newest

@@ -56,9 +56,9 @@ def nodes_wanted(spec: JobSpec, view: JobView, going: Mapping[NodeId, float | No
     urged = [(n.node, _left_s(going[n.node])) for n in held if n.node in going and not n.draining]
     excess = len(staying) - needed
     members = [m for m in view.members if m.role.value in wanted]
-    settled = all(m.up and m.state is not ShownState.LEAVING for m in members if m.running)
+    complete = all(m.up and m.state is not ShownState.LEAVING for m in members if m.running)
     here = sum(m.running for m in members)  # (one that still leaves has a place that another will need)
-    if excess <= 0 or leaving or not settled or here != sum(wanted.values()):
+    if excess <= 0 or leaving or not complete or here != sum(wanted.values()):
         return NodesWanted(needed, tuple(urged), emptied)
     newest_first = staying[::-1]
     first, *rest = sorted(newest_first, key=_members)[:excess]

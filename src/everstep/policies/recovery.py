@@ -87,13 +87,13 @@ def recover(builder: PlacementBuilder, snapshot_of: Callable[[PartitionId], int 
         members = members_of(builder.code, stripe, len(builder.owner))
         reconstructing = [b for b in members if b not in rest and _is_reconstructing(builder, b)]
         lost = sorted([*(b for b in rest if b in members), *reconstructing])
-        base = _base(builder, stripe, len(lost))
-        if base is not None:
+        source = _source(builder, stripe, len(lost))
+        if source is not None:
             if not any(b in rest for b in lost):
                 continue  # a fold that is under way and still has all rows that it needs
             for partition in lost:
-                if partition in rest or builder.owner[partition] != base.at:
-                    builder.give(partition, base.at, How.RECONSTRUCT)
+                if partition in rest or builder.owner[partition] != source.at:
+                    builder.give(partition, source.at, How.RECONSTRUCT)
                     result.folded.append(partition)
             continue
         void = False
@@ -142,7 +142,7 @@ def _is_reconstructing(builder: PlacementBuilder, partition: PartitionId) -> boo
     return pending is not None and pending.how is How.RECONSTRUCT and partition not in builder.stuck
 
 
-def _base(builder: PlacementBuilder, stripe: int, lost: int) -> Mirror | None:
+def _source(builder: PlacementBuilder, stripe: int, lost: int) -> Mirror | None:
     """Return the mirror out of which ``lost`` members can be rebuilt: each further one needs another row at another
     ps."""
     rows: dict[int, Mirror] = {}

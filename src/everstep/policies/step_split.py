@@ -16,7 +16,7 @@ import msgspec
 
 from everstep.config.spec import JobSpec
 from everstep.errors import DataError
-from everstep.model.group import Mark, Micro, StepSplit
+from everstep.model.group import Micro, Position, StepSplit
 from everstep.model.shard import ShardSchedule
 
 _EVEN = StepSplit()
@@ -38,7 +38,7 @@ class StepCut(msgspec.Struct, frozen=True):
 
 
 def cut_step(
-    mark: Mark,
+    position: Position,
     plan: ShardSchedule,
     until_epoch: int,
     batch_samples: int,
@@ -47,13 +47,13 @@ def cut_step(
     split: StepSplit = _EVEN,
     stop: int = 0,
 ) -> StepCut | None:
-    """Return the step of a group of ``size`` members at ``mark``; None: all epochs below ``until_epoch`` are done.
+    """Return the step of a group of ``size`` members at ``position``; None: all epochs below ``until_epoch`` are done.
     ``stop``: a position behind the mark's that it must not go beyond; 0: none.
 
     Raises DataError where an epoch has fewer samples than members, or parts."""
-    if mark.position >= plan.samples:
-        mark = Mark(mark.step, mark.dataset, mark.epoch + 1, 0)
-    if mark.epoch >= until_epoch:
+    if position.sample >= plan.samples:
+        position = Position(position.step, position.dataset, position.epoch + 1, 0)
+    if position.epoch >= until_epoch:
         return None
     parts = spec.logical_workers
     need = parts or size
@@ -63,14 +63,14 @@ def cut_step(
             f"an epoch of loader {plan.name!r} has {plan.samples:,} samples, fewer than the {need} "
             f"{'logical workers' if parts else 'workers'} that share it: use fewer, or more data"
         )
-    lo, hi = step_range(mark.position, plan.samples, total)
+    lo, hi = step_range(position.sample, plan.samples, total)
     hi = min(hi, stop) if stop > lo else hi
     shares = split.shares or (1,) * size
     if parts:
         micros = divide_parts(lo, hi, parts, shares, total)
     else:
         micros = divide(lo, hi, shares, batch_samples, total, split.passes)
-    return StepCut(mark.epoch, lo, hi, micros, rate_of(spec, batch_samples, size, split))
+    return StepCut(position.epoch, lo, hi, micros, rate_of(spec, batch_samples, size, split))
 
 
 def _total(spec: JobSpec, batch_samples: int, size: int) -> int:

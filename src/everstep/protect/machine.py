@@ -557,7 +557,7 @@ class Machine:
         for partition in [b for b, s in self.partitions.items() if s is MirrorState.FENCED and b not in self._gains]:
             if self.placement.route > self._fenced[partition].routing > 0 and self._flushed(partition):
                 self._drop(partition)
-        for partition in [b for b in self._ended if self._settled(b)]:
+        for partition in [b for b in self._ended if self._confirmed(b)]:
             del self._ended[partition]
             if partition not in self.partitions and partition not in self._early:
                 self.streams.routes.pop(partition, None)
@@ -1079,7 +1079,7 @@ class Machine:
 
     def _go_on(self, partition: PartitionId, gain: _Gain) -> None:
         assert self.placement is not None
-        if partition in self._loads or partition in self._early or not self._settled(partition):
+        if partition in self._loads or partition in self._early or not self._confirmed(partition):
             return
         mirror = self._way(partition)
         fenced = partition in self._fenced
@@ -1169,7 +1169,7 @@ class Machine:
         if partition in self._gains:
             self._gains[partition] = _Gain(self.version)
 
-    def _settled(self, partition: PartitionId) -> bool:
+    def _confirmed(self, partition: PartitionId) -> bool:
         """Whether all that it made while it was early, the last time, is confirmed or refused."""
         ticket = self._ended.get(partition)
         return ticket is None or (self.streams.next_ticket >= ticket and not self.streams.owes(partition))
@@ -1343,7 +1343,7 @@ class Machine:
 
     def sync(self) -> bool:
         """Put one piece of contents into the outbox or a stream. False: there is none. Afterwards: ``dirty``."""
-        if any(self._settled(b) for b in self._ended):
+        if any(self._confirmed(b) for b in self._ended):
             self.dirty = True
         for held in self._mirrors.values():
             recovery = held.recovery

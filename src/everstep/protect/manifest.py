@@ -297,8 +297,8 @@ def _file_problem(
     try:
         with reading(place, file, needed) as stream:
             for part in read_snapshot_file(stream, where, file):
-                if isinstance(part, SnapshotHead) and (part.partition, part.base) != (snapshot.partition, i == 0):
-                    what = "full snapshot" if part.base else "incremental snapshot"
+                if isinstance(part, SnapshotHead) and (part.partition, part.full) != (snapshot.partition, i == 0):
+                    what = "full snapshot" if part.full else "incremental snapshot"
                     expected = f"file {i} of partition {snapshot.partition}"
                     return f"{where} is {what} of partition {part.partition}, not {expected}"
     except CheckpointError as error:
@@ -383,14 +383,15 @@ def _left_over(place: StoragePlace, manifests: Collection[Manifest]) -> set[str]
 
 
 def compact(place: StoragePlace, manifest: Manifest, key: bytes = b"") -> Manifest:
-    """Merges each partition's base and increments into one new base, without any ps, writes the manifest anew under its
-    number (``key``: see ``encode_manifest``), then deletes the files that no checkpoint needs any more. Not for the
-    newest checkpoint of a running job: its ps go on from the old files. Raises CheckpointError, StorageError.
+    """Merges each partition's full and incremental snapshots into one full snapshot, without any ps, writes the
+    manifest anew under its number (``key``: see ``encode_manifest``), then deletes the files that no checkpoint needs
+    any more. Not for the newest checkpoint of a running job: its ps go on from the old files. Raises CheckpointError,
+    StorageError.
     """
     snapshots = tuple(i if len(i.files) == 1 else _merged(place, manifest, i) for i in manifest.snapshots)
     if snapshots == manifest.snapshots:
         return manifest
-    new = msgspec.structs.replace(manifest, snapshots=snapshots, base=0)
+    new = msgspec.structs.replace(manifest, snapshots=snapshots, since=0)
     write_manifest(place, new, key)
     try:
         kept = [read_manifest(place, number) for number in list_checkpoints(place)]
@@ -407,7 +408,7 @@ def _merged(place: StoragePlace, manifest: Manifest, snapshot: PartitionSnapshot
     whole = assemble(place, snapshot)
     with place.create(path) as file:
         out = SnapshotFileWriter(file.write)
-        out.head(msgspec.structs.replace(whole.head, base=True))
+        out.head(msgspec.structs.replace(whole.head, full=True))
         out.marks(whole.marks)
         for table in whole.pages:
             for pages in whole.some(table):
@@ -438,8 +439,9 @@ class Assembled(NamedTuple):
 
 
 def assemble(place: StoragePlace, snapshot: PartitionSnapshot) -> Assembled:
-    """Base and increments put together, all checked before anything is returned; the whole partition is in memory.
-    Raises CheckpointError (a file is missing, cut, changed, not of this partition), StorageError.
+    """Put a full snapshot and its incremental ones together, all checked before anything is returned; the whole
+    partition is in memory. Raises CheckpointError (a file is missing, cut, changed, not of this partition),
+    StorageError.
     """
     head: SnapshotHead | None = None
     marks = b""
@@ -452,7 +454,7 @@ def assemble(place: StoragePlace, snapshot: PartitionSnapshot) -> Assembled:
                 match part:
                     case SnapshotHead():
                         head = part
-                        if part.partition != snapshot.partition or part.base != (i == 0):
+                        if part.partition != snapshot.partition or part.full != (i == 0):
                             raise CheckpointError(
                                 f"{where} is not file {i} of the snapshot of partition {snapshot.partition}"
                             )

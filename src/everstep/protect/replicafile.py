@@ -3,11 +3,11 @@
     "EVSREP\\r\\n" | u16 version | u16 0 | u32 crc32 of the 12 bytes before
     sections:  u32 kind | u32 number | u64 bytes | u32 crc32 of the payload | u32 crc32 of the 20 bytes before | payload
       0 HEAD   msgpack of ReplicaHead
-      n DATA   the packed header, then the tensors' bytes, cut into sections of at most 16 MiB
+      n DATA   the header of the state, then the tensors' bytes, cut into sections of at most 16 MiB
       last END empty; nothing follows
 
-Little-endian, all of it under a checksum, as a partition's snapshot is (``snapshot_file``); what the packed header says
-is everstep.allreduce.serialize. Needs no torch.
+Little-endian, all of it under a checksum, as a partition's snapshot is (``snapshot_file``); what the header of the
+state says is everstep.allreduce.serialize. Needs no torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import msgspec
 
 from everstep.bounds import MALFORMED
 from everstep.errors import CheckpointError
-from everstep.model.group import Mark
+from everstep.model.group import Position
 from everstep.model.snapshot import CheckpointFile
 from everstep.protect.snapshot_file import Reader, checksum
 
@@ -39,12 +39,12 @@ class _ReplicaKind:
     HEAD, DATA, END = 1, 2, 3
 
 
-class ReplicaHead(msgspec.Struct, frozen=True, kw_only=True):
-    """Has the sizes of the packed state: ``header_bytes``, ``body_bytes``."""
+class ReplicaHead(msgspec.Struct, frozen=True, kw_only=True, rename={"position": "mark"}):
+    """Has the sizes of the serialized state: ``header_bytes``, ``body_bytes``."""
 
     job: str
     checkpoint: int
-    mark: Mark
+    position: Position
     header_bytes: int
     body_bytes: int
 

@@ -169,7 +169,7 @@ class PythonReplicationSender:
         """Deal out entries of the outbox, which must come in order. Returns the peers that got something."""
         if first_ticket != self.next_ticket:
             raise AssertionError(f"outbox entries from {first_ticket}, {self.next_ticket} was to come")
-        told: set[PeerKey] = set()
+        reached: set[PeerKey] = set()
         for e in entries:
             ticket = self.next_ticket
             self.next_ticket += 1
@@ -177,7 +177,7 @@ class PythonReplicationSender:
                 peers = self.routes.get(e.partition, ())
                 for peer in peers:
                     self._put(peer, StreamItem(ticket, e.partition, e.seq, e.kind, 0, 0, e.blob, e.size_bytes))
-                told.update(peers)
+                reached.update(peers)
                 if len(peers) > 1:
                     self._several[ticket] = (e.partition, e.seq)
                 continue
@@ -186,7 +186,7 @@ class PythonReplicationSender:
                 self._put(
                     t.peer, StreamItem(ticket, e.partition, e.seq, e.kind, t.mirror, t.sync, e.blob, e.size_bytes)
                 )
-                told.add(t.peer)
+                reached.add(t.peer)
                 continue
             syncs = self._syncs.get(e.partition)
             if not syncs or ticket < syncs[0][0][0]:
@@ -195,13 +195,13 @@ class PythonReplicationSender:
                 self._put(
                     t.peer, StreamItem(ticket, e.partition, e.seq, e.kind, t.mirror, t.sync, e.blob, e.size_bytes)
                 )
-                told.add(t.peer)
+                reached.add(t.peer)
             if e.kind == StreamKind.MARKS:
                 syncs.popleft()
                 if not syncs:
                     del self._syncs[e.partition]
         self._advance()
-        return told
+        return reached
 
     def send(self, peer: PeerKey, item: StreamItem) -> None:
         """Send an entry that is not from the outbox (``ticket`` -1), behind all that waits for ``peer``."""

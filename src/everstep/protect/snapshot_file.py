@@ -46,14 +46,16 @@ class _SnapshotKind:
     HEAD, MARKS, PAGE, END, ROWS = 1, 2, 3, 4, 5
 
 
-class SnapshotHead(msgspec.Struct, frozen=True, kw_only=True, rename={"partition": "bucket", "partitions": "buckets"}):
-    """Says what the file is part of. ``base``: all pages are in it, else those that changed since the file before
+class SnapshotHead(
+    msgspec.Struct, frozen=True, kw_only=True, rename={"partition": "bucket", "partitions": "buckets", "full": "base"}
+):
+    """Says what the file is part of. ``full``: all pages are in it, else those that changed since the file before
     it."""
 
     job: str
     partition: PartitionId
     checkpoint: int
-    base: bool
+    full: bool
     seq: int
     partitions: int  # of the job
     tables: tuple[TableSpec, ...]

@@ -32,7 +32,7 @@ from everstep.units import human_bytes
 
 CHUNK_BYTES = 1 << 20
 REMEMBERED = 8
-"""Checkpoints that an increment may build on: the newest few."""
+"""Checkpoints that an incremental one may build on: the newest few."""
 
 logger = logging.getLogger("everstep.protect")
 
@@ -74,7 +74,7 @@ def _only(pages: Pages, which: NDArray[np.bool_]) -> Pages:
 
 
 class _Written(NamedTuple):
-    """A partition's part of a checkpoint, and the store's generation that the next increment goes on from."""
+    """A partition's part of a checkpoint, and the store's generation that the next incremental one goes on from."""
 
     snapshot: PartitionSnapshot
     generation: int
@@ -281,7 +281,7 @@ class SnapshotWriter:
                 job=self._job_name(),
                 partition=partition,
                 checkpoint=checkpoint,
-                base=before is None,
+                full=before is None,
                 seq=read.seq,
                 partitions=store.n_partitions,
                 tables=tuple(store.specs()),

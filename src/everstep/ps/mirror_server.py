@@ -91,13 +91,13 @@ class _Peer:
     """Is a life of a ps (it may be this one) and what leads there. ``link`` and ``told`` belong to who has claimed it
     (``ReplicationSender.claim``): one thread at a time sends there and takes the answers."""
 
-    __slots__ = ("key", "link", "place", "told")
+    __slots__ = ("announced", "key", "link", "place")
 
     def __init__(self, place: PsPlace) -> None:
         self.place = place
         self.key: PeerKey = (place.slot, place.incarnation)
         self.link: PeerLink | None = None
-        self.told: set[int] = set()  # ids of the tables that it heard of from us
+        self.announced: set[int] = set()  # ids of the tables that it heard of from us
 
 
 class _Received(MutableMapping[PeerKey, tuple[int, int]]):
@@ -487,7 +487,7 @@ class MirrorServer:
 
     def _link(self, peer: _Peer) -> None:
         assert self._connect is not None
-        peer.link, peer.told = self._connect(peer.place), set()
+        peer.link, peer.announced = self._connect(peer.place), set()
         # A death that a fault point wants between two messages is counted in Python.
         fd = -1 if faultpoints.armed("ps", self._slot) else peer.link.plain_fd
         self.streams.native.link(peer.key, fd, 0)
@@ -527,12 +527,12 @@ class MirrorServer:
         with self.lock:
             request = self.machine.feed_of(batch)
         tables, specs = self._store.declared()
-        if len(specs) > len(peer.told):
-            request = msgspec.structs.replace(request, tables=tuple(s for s in specs if s.id not in peer.told))
+        if len(specs) > len(peer.announced):
+            request = msgspec.structs.replace(request, tables=tuple(s for s in specs if s.id not in peer.announced))
         faultpoints.reach("before_send")
         peer.link.send(request, [i.blob for i in batch.items], timeout_s=_ANSWER_S)
         faultpoints.reach("after_send")
-        peer.told.update(spec.id for spec in request.tables)
+        peer.announced.update(spec.id for spec in request.tables)
         self.streams.native.told(peer.key, tables)
 
     def _take_answer(self, peer: _Peer, batch: Batch, timeout_s: float) -> None:

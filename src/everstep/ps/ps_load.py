@@ -14,7 +14,7 @@ from everstep.native import unique_route
 
 EVERY = 16  # one request of so many is counted, for all of them
 HALF_S = 10.0  # what was counted so long ago counts half
-TOLD = 16  # of the hottest partitions the master is told
+ANNOUNCED = 16  # of the hottest partitions the master is told
 
 
 class PartitionLoad:
@@ -60,7 +60,7 @@ class PartitionLoad:
         """Return, for the beat, ``load`` of all of ``owned`` together and ``load.PARTITION`` of the hottest ones."""
         rate = self.rows_per_s()
         mine = rate[owned] if owned else np.zeros(0)
-        hottest = np.argsort(-mine, kind="stable")[:TOLD].tolist()
+        hottest = np.argsort(-mine, kind="stable")[:ANNOUNCED].tolist()
         out = {"load": float(mine.sum())}
         out.update({f"load.{owned[i]}": float(mine[i]) for i in hottest if mine[i] > 0})
         return out

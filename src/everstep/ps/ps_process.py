@@ -269,7 +269,7 @@ class PsProcess:
     def _report_for_ever(self) -> None:
         """Tell the master what became whole, a little later: much of it comes together. After a hello, all of it."""
         mirrors = self.service.mirrors
-        told: tuple[set[int], dict[PartitionId, tuple[int, Arrival]], set[int]] = (set(), {}, set())
+        announced: tuple[set[int], dict[PartitionId, tuple[int, Arrival]], set[int]] = (set(), {}, set())
         stuck: tuple[int, tuple[PartitionId, ...]] = (0, ())
         while not self._over.is_set():
             if not self._news.wait(_LOOK_S):
@@ -282,20 +282,20 @@ class PsProcess:
             self._news.clear()
             if self._again:
                 self._again = False
-                told = (set(), {}, set())
+                announced = (set(), {}, set())
             with mirrors.lock:
                 complete, gained = set(mirrors.machine.complete), dict(mirrors.machine.gained)
                 inconsistent = set(mirrors.machine.inconsistent)
-            filled, lacking = tuple(sorted(complete - told[0])), tuple(sorted(inconsistent - told[2]))
+            filled, lacking = tuple(sorted(complete - announced[0])), tuple(sorted(inconsistent - announced[2]))
             if filled or lacking:
                 self._tell(MirrorsReady(filled, lacking))
             new: dict[tuple[int, Arrival], list[PartitionId]] = {}
             for partition, key in sorted(gained.items()):
-                if told[1].get(partition) != key:
+                if announced[1].get(partition) != key:
                     new.setdefault(key, []).append(partition)
             for (version, how), partitions in new.items():
                 self._tell(PartitionsReady(version, tuple(partitions), how))
-            told = (complete, gained, inconsistent)
+            announced = (complete, gained, inconsistent)
 
     def _snapshots_written(self, written: SnapshotsWritten) -> None:
         faultpoints.reach("mid_image")

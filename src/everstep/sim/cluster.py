@@ -68,6 +68,7 @@ from everstep.tables.staleness_gate import Late, StalenessGate, Verdict
 from everstep.tables.worker_protocol import (
     AskLater,
     AskShard,
+    BatchFinished,
     Drop,
     Halt,
     RangeWork,
@@ -75,7 +76,6 @@ from everstep.tables.worker_protocol import (
     SendGiveBack,
     SendOpen,
     SendPush,
-    Settled,
     WorkerAction,
     WorkerProtocol,
     WorkFinished,
@@ -1062,8 +1062,8 @@ class Worker(Child):
             if not self.alive:
                 return
             kind = type(a)
-            if kind is Settled and self.gate is not None:
-                self.gate.settled(a.work)  # type: ignore[attr-defined]
+            if kind is BatchFinished and self.gate is not None:
+                self.gate.finished(a.work)  # type: ignore[attr-defined]
             elif kind is SendPush:
                 if self.gate is not None and self.gate.sync:
                     sim.steps.pushes(*me, a.work)  # type: ignore[attr-defined]

@@ -47,7 +47,7 @@ from everstep.brain.watch import HeartbeatWatch
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.decision import Decision
-from everstep.model.group import Committed, Group, Mark, StepSplit
+from everstep.model.group import Committed, Group, Position, StepSplit
 from everstep.model.member import MemberKey, Role
 from everstep.model.plan import Action as PlanAction
 from everstep.model.plan import AdjustAccum, AdjustBatch, KillRestart
@@ -392,10 +392,10 @@ class GroupWorker(Child):
         self.incarnation = incarnation
         self.machine = sim.machine_class(slot, incarnation)
         self.commits = Commits()
-        self.mark, self.chain, self.fingerprint, self.has_state = Mark(), 0, 0, False
-        self.origin: int | None = None
+        self.position, self.chain, self.fingerprint, self.has_state = Position(), 0, 0, False
+        self.lineage: int | None = None
         self.rings: dict[int, Ring] = {}  # ready, by generation
-        self.rank = self.told_to = -1
+        self.rank = self.announced_to = -1
         self.building: Ring | None = None
         self.ring: Ring | None = None  # of the present group
         self.phase = "out"
@@ -415,7 +415,9 @@ class GroupWorker(Child):
         self.connecting = 0  # the group that ``connecting_since`` is about
         self.log: list[Committed] = sim.logs.setdefault((slot, incarnation), [])
         self.follows = 0
-        self.save = self.writing = self.copies = self.settled = 0  # checkpoints: ordered, being written; steps
+        self.save = self.writing = self.copies = self.committed_everywhere = (
+            0  # checkpoints: ordered, being written; steps
+        )
         self.later(0.05 + 0.2 * sim.kernel.random(), self.attend)
 
     # ------------------------------------------------------------ the master
@@ -453,8 +455,8 @@ class GroupWorker(Child):
 
     def ask(self) -> None:
         self.asked_at = self.kernel.now
-        mark = self.mark if self.has_state else None
-        self.call(GroupAsked(0, self.sim.scenario.epochs, BATCH, None, mark), self.on_grouped, ())
+        position = self.position if self.has_state else None
+        self.call(GroupAsked(0, self.sim.scenario.epochs, BATCH, None, position), self.on_grouped, ())
 
     def again(self) -> None:
         if not self.entered:
@@ -466,8 +468,8 @@ class GroupWorker(Child):
         if isinstance(answer, Fenced):
             self.exit(4)
         elif isinstance(answer, Grouped) and answer.group is not None:
-            if answer.group.origin == self.origin:  # what is in the journal, whoever told it
-                self.commits.confirm(answer.cursor.step - 1)
+            if answer.group.lineage == self.lineage:  # what is in the journal, whoever told it
+                self.commits.confirm(answer.position.step - 1)
             self.on_group(conn, answer.group)
         elif isinstance(answer, EndOfData):
             self.over = True
@@ -478,7 +480,7 @@ class GroupWorker(Child):
             newest = self.machine.newest
             self.machine.newest = group if newest is None or group.generation > newest.generation else newest
             return
-        self.do(self.machine.told(group))
+        self.do(self.machine.published(group))
         self.pump()
 
     def on_order(self, conn: Conn, what: str, args: tuple[Any, ...]) -> None:
@@ -492,12 +494,14 @@ class GroupWorker(Child):
         number, self.save, self.writing = self.save, 0, self.save
         self.copies += 1
         path = f"images/{number:06d}/replica-{self.key.slot}.{self.incarnation}-{self.copies}.rep"
-        self.gsim.states[path] = self.mark, self.chain, self.fingerprint
-        snapshot = ReplicaCopy(mark=self.mark, file=CheckpointFile(path, 1, ""), origin=self.origin or 0, parameters=1)
+        self.gsim.states[path] = self.position, self.chain, self.fingerprint
+        snapshot = ReplicaCopy(
+            position=self.position, file=CheckpointFile(path, 1, ""), lineage=self.lineage or 0, parameters=1
+        )
         self.later(0.02 + 0.3 * self.kernel.random(), self.written, number, snapshot)
 
     def written(self, number: int, snapshot: ReplicaCopy) -> None:
-        if self.settled < snapshot.mark.step:
+        if self.committed_everywhere < snapshot.position.step:
             self.later(0.05, self.written, number, snapshot)
             return
         if self.writing == number:  # (until it is answered)
@@ -513,7 +517,7 @@ class GroupWorker(Child):
     def settle(self, before: int) -> None:
         present = self.machine.present
         self.commits.settle(before, present.generation if present is not None else 0)
-        self.settled = max(self.settled, self.savable(before))
+        self.committed_everywhere = max(self.committed_everywhere, self.savable(before))
 
     def savable(self, before: int) -> int:
         """Return below which step checkpoints may be, where everybody has every step below ``before``."""
@@ -618,8 +622,8 @@ class GroupWorker(Child):
             if source is not None and source.has_state and self.net.reaches(self, source):
                 if source.paused_until > self.kernel.now:
                     continue
-                self.mark, self.chain, self.fingerprint = source.mark, source.chain, source.fingerprint
-                self.has_state, self.origin = True, source.origin
+                self.position, self.chain, self.fingerprint = source.position, source.chain, source.fingerprint
+                self.has_state, self.lineage = True, source.lineage
                 self.synced = self.machine.newest.generation if self.machine.newest is not None else 0
                 if self.trained():
                     self.ask()  # its loop is over as soon as the journal has what it copied
@@ -651,7 +655,7 @@ class GroupWorker(Child):
     # ------------------------------------------------------------ the loop
 
     def next_cut(self, size: int) -> StepCut | None:
-        return self.gsim.cut_of(self.mark, size, self.machine.split)
+        return self.gsim.cut_of(self.position, size, self.machine.split)
 
     def pump(self) -> None:
         """Go on as far as possible without waiting."""
@@ -662,7 +666,7 @@ class GroupWorker(Child):
             m.pending = None  # the others decide without us
             self.step = None
         if m.parting and self.ring is not None and not self.ring.broken and not self.parted:
-            self.post("part", self.mark.step)  # so that who goes can tell the last step
+            self.post("part", self.position.step)  # so that who goes can tell the last step
             return
         entry = m.entry
         if entry is not None:
@@ -690,12 +694,12 @@ class GroupWorker(Child):
             self.leave()
             return
         if not self.resolved:
-            void = self.origin is not None and self.origin != group.origin
-            self.post("resolve", m.word(self.mark.step if self.has_state and not void else -1, 0))
+            void = self.lineage is not None and self.lineage != group.lineage
+            self.post("resolve", m.word(self.position.step if self.has_state and not void else -1, 0))
         elif not self.met:
-            if self.origin is not None and self.origin != group.origin:
+            if self.lineage is not None and self.lineage != group.lineage:
                 self.has_state = False
-            self.post("agree", (self.mark if self.has_state else None, self.chain, self.fingerprint))
+            self.post("agree", (self.position if self.has_state else None, self.chain, self.fingerprint))
         elif self.save:
             self.copy()
             self.pump()
@@ -705,9 +709,9 @@ class GroupWorker(Child):
                 return
             cut = self.next_cut(group.size)  # (perhaps a shorter one)
             if cut is None:
-                self.post("farewell", m.ballot(self.mark.step, 0, False, self.commits.confirmed))
+                self.post("farewell", m.ballot(self.position.step, 0, False, self.commits.confirmed))
                 return
-            new = Committed(group.generation, self.mark.step, self.mark.step, 0, cut.epoch, cut.lo, cut.hi)
+            new = Committed(group.generation, self.position.step, self.position.step, 0, cut.epoch, cut.lo, cut.hi)
             self.step = new, cut
             self.gsim.begins(self, new)
             self.phase = "computing"
@@ -744,12 +748,12 @@ class GroupWorker(Child):
         if kind == "resolve":
             self.resolved = True
             self.formed = all(word[0] < 0 for word in values)
-            void = self.origin is not None and m.present is not None and self.origin != m.present.origin
+            void = self.lineage is not None and m.present is not None and self.lineage != m.present.lineage
             if m.resolve(values) and not void:
                 self.apply()
             self.step = None
         elif kind == "part":
-            self.settle(self.mark.step)
+            self.settle(self.position.step)
             self.parted = True
         elif kind == "agree":
             self.agree(values)
@@ -769,7 +773,7 @@ class GroupWorker(Child):
                 self.ask()
             if kind == "farewell":
                 self.do(actions)
-                self.settle(self.mark.step)
+                self.settle(self.position.step)
                 self.finish()
                 return
             assert self.step is not None
@@ -787,16 +791,16 @@ class GroupWorker(Child):
 
     def apply(self) -> None:
         """The step is committed here."""
-        assert self.step is not None and self.origin is not None
+        assert self.step is not None and self.lineage is not None
         c = self.step[0]
         self.step = None
-        if not self.has_state or self.mark.step != c.first:
-            raise Violation(f"{self} applies step {c.first} to a state at {self.mark}")
-        self.gsim.applies(self.origin, c)
+        if not self.has_state or self.position.step != c.first:
+            raise Violation(f"{self} applies step {c.first} to a state at {self.position}")
+        self.gsim.applies(self.lineage, c)
         before, self.chain = self.chain, hash((self.chain, c.first, c.epoch, c.lo, c.hi))
         self.gsim.history[self.chain] = before, c
         self.fingerprint = (self.fingerprint + range_fingerprint(c.epoch, c.lo, c.hi)) & MASK
-        self.mark = Mark(c.first + 1, 0, c.epoch, c.hi)
+        self.position = Position(c.first + 1, 0, c.epoch, c.hi)
         self.commits.done(c)
         if self.machine.present is not None and self.machine.present.size == 1:
             self.settle(c.first + 1)
@@ -805,24 +809,24 @@ class GroupWorker(Child):
         group = self.machine.present
         assert group is not None
         if values[0] is None:
-            self.mark, self.chain, self.fingerprint, self.has_state = group.begin, 0, 0, True
+            self.position, self.chain, self.fingerprint, self.has_state = group.begin, 0, 0, True
             if group.restore:
                 found = self.gsim.manifests[group.restore].replica
                 assert found is not None
-                mark, self.chain, self.fingerprint = self.gsim.states[found.file.path]
-                if mark.step != group.begin.step:
-                    raise Violation(f"{group} begins at {group.begin}, but its checkpoint is at {mark}")
-            elif group.begin != Mark():
+                position, self.chain, self.fingerprint = self.gsim.states[found.file.path]
+                if position.step != group.begin.step:
+                    raise Violation(f"{group} begins at {group.begin}, but its checkpoint is at {position}")
+            elif group.begin != Position():
                 raise Violation(f"{group} begins at {group.begin}, and there is no checkpoint")
         else:
-            self.mark, self.chain, self.fingerprint = values[0]
+            self.position, self.chain, self.fingerprint = values[0]
             self.has_state = True
-        if self.origin != group.origin:
-            self.settled = 0
-            self.commits.begin(self.mark.step if self.formed else 0)
-        self.origin, self.met, self.synced = group.origin, True, 0
-        self.met_at, self.met_in = self.mark.step, self.origin
-        self.settle(self.mark.step)
+        if self.lineage != group.lineage:
+            self.committed_everywhere = 0
+            self.commits.begin(self.position.step if self.formed else 0)
+        self.lineage, self.met, self.synced = group.lineage, True, 0
+        self.met_at, self.met_in = self.position.step, self.lineage
+        self.settle(self.position.step)
 
     # ------------------------------------------------------------ the ends
 
@@ -871,7 +875,7 @@ class GroupWorker(Child):
     def end(self, status: int, since: float) -> None:
         """Tell what is untold, then go."""
         newest = self.machine.newest
-        void = newest is not None and self.origin is not None and newest.origin > self.origin
+        void = newest is not None and self.lineage is not None and newest.lineage > self.lineage
         if void and (self.commits.waiting or (status == 0 and not self.done_said)):
             self.exit(4)  # they are done again: not the end
             return
@@ -887,8 +891,8 @@ class GroupWorker(Child):
                 self.net.to_server(self.conn, server.on_may_end, self.conn, *self.me)
             elif not self.done_said:
                 self.gsim.finished(self)
-                copied = self.met_at if self.origin == self.met_in else 0
-                self.call(GroupLeft(LeaveReason.DONE, self.origin or 0, copied), self.on_done_said, ())
+                copied = self.met_at if self.lineage == self.met_in else 0
+                self.call(GroupLeft(LeaveReason.DONE, self.lineage or 0, copied), self.on_done_said, ())
             self.later(END_LOOK_S, self.end, status, since)
             return
         self.exit(status)
@@ -946,7 +950,7 @@ class GroupWorker(Child):
         if conn is not None and self.welcome:
             server: Any = conn.server
             waited = now - since
-            self.net.to_server(conn, server.on_stalled, conn, *self.me, group.generation, self.mark.step, waited)
+            self.net.to_server(conn, server.on_stalled, conn, *self.me, group.generation, self.position.step, waited)
 
     @property
     def pushed_to(self) -> int:
@@ -973,22 +977,22 @@ class GroupWorker(Child):
                 self.ask()  # is there a gap before ours? whoever has those steps may be gone, and have told them
             self.untold_since = 0.0
             return
-        if self.commits.confirmed != self.told_to:
-            self.told_to, self.untold_since = self.commits.confirmed, now
+        if self.commits.confirmed != self.announced_to:
+            self.announced_to, self.untold_since = self.commits.confirmed, now
         self.untold_since = self.untold_since or now
         present = self.machine.present
         first = present is not None and self.rank == 0
         if now - self.telling < 1.0 or not (first or everybody or now - self.untold_since > TELL_ANYWAY_S):
             return
         self.telling = now
-        self.call(StepsCommitted(steps), self.on_told, (steps[-1].last, self.origin))
+        self.call(StepsCommitted(steps), self.on_announced, (steps[-1].last, self.lineage))
 
-    def on_told(self, conn: Conn, last: int, line: int | None, answer: AnswerType) -> None:
+    def on_announced(self, conn: Conn, last: int, lineage: int | None, answer: AnswerType) -> None:
         if isinstance(answer, Fenced):
             self.exit(4)
             return
         self.telling = 0.0
-        if line == self.origin:
+        if lineage == self.lineage:
             self.commits.confirm(last)
 
 
@@ -1020,10 +1024,10 @@ class GroupSimulation(Simulation):
         self.applied = 0
         self.history: dict[int, tuple[int, Committed]] = {}  # by a state's chain: the one before, and the step between
         self.manifests = {}
-        self.states: dict[str, tuple[Mark, int, int]] = {}  # mark, chain, print: files of checkpoints
+        self.states: dict[str, tuple[Position, int, int]] = {}  # mark, chain, print: files of checkpoints
         self.dead_pairs: list[set[str]] = []
         self.lost: dict[tuple[int, Any], int] = {}  # slot, incarnation: the last generation before it was declared so
-        self.last_cut: tuple[tuple[Mark, int, StepSplit, int], StepCut | None] | None = None
+        self.last_cut: tuple[tuple[Position, int, StepSplit, int], StepCut | None] | None = None
         self.ended_well: list[tuple[int, int, int]] = []  # origin, step, print
         self.saved: list[tuple[int, int, int]] = []  # by a chief: the same
         self.ended_with: list[tuple[int, int]] = []  # origin, chain
@@ -1068,11 +1072,11 @@ class GroupSimulation(Simulation):
             self.rings[key] = Ring(self, group)
         return self.rings[key]
 
-    def cut_of(self, mark: Mark, size: int, split: StepSplit, stop: int = 0) -> StepCut | None:
+    def cut_of(self, position: Position, size: int, split: StepSplit, stop: int = 0) -> StepCut | None:
         """Return the cut as every member computes it, once."""
-        key = mark, size, split, stop
+        key = position, size, split, stop
         if self.last_cut is None or self.last_cut[0] != key:
-            cut = cut_step(mark, self.plan, self.scenario.epochs, BATCH, self.spec, size, split, stop)
+            cut = cut_step(position, self.plan, self.scenario.epochs, BATCH, self.spec, size, split, stop)
             self.last_cut = key, cut
         return self.last_cut[1]
 
@@ -1090,19 +1094,19 @@ class GroupSimulation(Simulation):
         if step == c.first and not self.blurred and not any(at > since - NOTICED_S for at in self.ends):
             raise Violation(f"{worker} begins step {step} again, and nobody was lost since {since:.3f} s")
 
-    def applies(self, origin: int, c: Committed) -> None:
+    def applies(self, lineage: int, c: Committed) -> None:
         """Note that a worker committed a step. (Not all who do are survived by somebody who knows.)"""
         self.applied += 1
 
     def saves(self, worker: GroupWorker) -> None:
         """The chief saves the result, and comes to the end of its script."""
-        assert worker.origin is not None
-        self.saved.append((worker.origin, worker.mark.step, worker.fingerprint))
+        assert worker.lineage is not None
+        self.saved.append((worker.lineage, worker.position.step, worker.fingerprint))
 
     def finished(self, worker: GroupWorker) -> None:
-        if worker.has_state and worker.origin is not None:
-            self.ended_well.append((worker.origin, worker.mark.step, worker.fingerprint))
-            self.ended_with.append((worker.origin, worker.chain))
+        if worker.has_state and worker.lineage is not None:
+            self.ended_well.append((worker.lineage, worker.position.step, worker.fingerprint))
+            self.ended_with.append((worker.lineage, worker.chain))
 
     # ------------------------------------------------------------ faults
 
@@ -1240,7 +1244,7 @@ class GroupSimulation(Simulation):
             out = fresh.handle(event)
             fact = event.fact
             if isinstance(fact, StepsCommitted) and not isinstance(getattr(out[0], "answer", None), Fenced):
-                fold.told(fact.steps)
+                fold.announced(fact.steps)
             for i in out:
                 if isinstance(i, PublishGroup):
                     fold.published(i.group)
@@ -1249,19 +1253,19 @@ class GroupSimulation(Simulation):
         if not report.ok:
             raise Violation(report.text())
         whole = sum(range_fingerprint(epoch, 0, scenario.samples) for epoch in range(scenario.epochs)) & MASK
-        ended = [(step, found) for origin, step, found in self.ended_well if origin == groups.origin]
+        ended = [(step, found) for lineage, step, found in self.ended_well if lineage == groups.lineage]
         if not ended:  # (of a line before: its end was lost with its agent)
             raise Violation("nobody ended with the trained state")
         for step, found in ended:
             if (step, found) != (groups.step, whole):
                 raise Violation(f"a script ended with the state of step {step}, not {groups!r}")
-        if (groups.origin, groups.step, whole) not in self.saved:
+        if (groups.lineage, groups.step, whole) not in self.saved:
             raise Violation(f"no chief saved the result of {groups!r}: {self.saved}")
 
     def where(self) -> str:
         brain = self.master.brain
         workers = [
-            f"{p} {p.phase} at {p.mark.step} {p.machine!r}{' leaving' if p.leaving_since >= 0 else ''}"
+            f"{p} {p.phase} at {p.position.step} {p.machine!r}{' leaving' if p.leaving_since >= 0 else ''}"
             for p in self.processes
             if isinstance(p, GroupWorker)
         ]

@@ -65,12 +65,12 @@ class TablePs(SimProcess):
         request: int,
         send: Send,
         content: tuple[Range, ...],
-        origin: int,
+        lineage: int,
     ) -> None:
         token, more = send.token, [(s.shard, s.lo, s.hi, s.lease, s.learnt) for s in send.more]
         r = self.ledger.push(token.shard, token.lo, token.hi, token.lease, b"", send.skipped, more)
         if r.applied:
-            self.sim.reached(self.slot, origin, send.owed, content, worker)
+            self.sim.reached(self.slot, lineage, send.owed, content, worker)
         self.sim.net.send(self, worker, worker.answered, request, Pushed(r.applied, r.repeats, r.gap, r.fenced))
 
 
@@ -95,7 +95,7 @@ class HybridWorker(GroupWorker):
         self.held_back = HeldBack()
         self.held_of: int | None = 0  # state (its chain) that this is a part of
         self.contents: dict[tuple[int, int], tuple[Range, ...]] = {}  # of what is owed: whose gradients are in it
-        self.origin_of_held: int | None = None
+        self.lineage_of_held: int | None = None
         self.pushed = 0
         self.waits_for_ps = 0.0
         self.feed(self.pushes.placed(ROUTE, {ps.slot: Incarnation(1) for ps in sim.ps.values()}))
@@ -141,7 +141,7 @@ class HybridWorker(GroupWorker):
                 )
             else:
                 s = action
-                what = s, self.contents.get((s.owed.step, s.owed.lo), ()), self.origin_of_held
+                what = s, self.contents.get((s.owed.step, s.owed.lo), ()), self.lineage_of_held
                 self.request(ps, "on_push", what, lambda found, s=s: self.landed(s, found))  # type: ignore[misc]
 
     def opened(self, action: Open, found: Any) -> None:
@@ -167,14 +167,14 @@ class HybridWorker(GroupWorker):
     # ------------------------------------------------------------ before a step
 
     def next_cut(self, size: int) -> StepCut | None:
-        return self.gsim.cut_of(self.mark, size, self.machine.split, self.stop)
+        return self.gsim.cut_of(self.position, size, self.machine.split, self.stop)
 
     def surveyed(self, cut: StepCut | None) -> bool:
         """Do what ``GroupTables.flush`` and ``survey`` do, a stage at a time."""
         ring, group = self.ring, self.machine.present
         assert ring is not None and group is not None
-        if self.origin_of_held != self.origin:
-            self.origin_of_held = self.origin
+        if self.lineage_of_held != self.lineage:
+            self.lineage_of_held = self.lineage
             self.pushes.void()
             self.contents.clear()
             self.held_of = None
@@ -231,7 +231,7 @@ class HybridWorker(GroupWorker):
         """Owe the last step, without a step of its own."""
         *before, last = ranges
         skipped = not last.learnt
-        owed = Owed(self.mark.step - 1, last.shard, last.lo, last.hi, skipped, skipped, tuple(before))
+        owed = Owed(self.position.step - 1, last.shard, last.lo, last.hi, skipped, skipped, tuple(before))
         self.contents[owed.step, owed.lo] = content
         self.pushes.hold(owed)
 
@@ -263,7 +263,7 @@ class HybridWorker(GroupWorker):
         if kind not in ("words", "flush", "survey", "beside"):
             self.voting = kind == "vote"
             if kind == "farewell" and ring is self.ring and self.phase == kind and self.machine.whole:
-                self.pushed = self.mark.step
+                self.pushed = self.position.step
             super().on_result(ring, kind, values)
             self.voting = False
             return
@@ -273,14 +273,14 @@ class HybridWorker(GroupWorker):
         self.phase = "out"
         if kind == "words":
             assert self.step is not None
-            self.pushes.settled(min(values))
+            self.pushes.consumed(min(values))
             if len(self.pushes.held) > HELD_MAX:
                 raise Violation(f"{self}: {self.pushes!r} holds too much")
             self.pushed = min(values)
             self.post("reduce", self.step)
             return
         if kind == "flush":
-            self.stage, self.pushed = (ring, "flushed"), self.mark.step
+            self.stage, self.pushed = (ring, "flushed"), self.position.step
         elif kind == "survey":
             lowest, lo, epoch = min(v[1] for v in values), values[0][2], values[0][3]
             begin = self.held_back.begin(table_shard(0, epoch), lo)
@@ -334,7 +334,7 @@ class HybridWorker(GroupWorker):
             self.sync_held_back()
             self.held_back.zeroed()
             if ranges := self.held_back.take():
-                self.origin_of_held = self.origin
+                self.lineage_of_held = self.lineage
                 self.owe(ranges, ())
                 self.feed(self.pushes.entered(self.pushes.lease or newest.lease))
             if self.pushes.owes:
@@ -368,7 +368,7 @@ class HybridWorker(GroupWorker):
 
     def agree(self, values: list[Any]) -> None:
         group = self.machine.present
-        if group is not None and group.origin != self.met_in:
+        if group is not None and group.lineage != self.met_in:
             self.pushed = 0  # (what is known of another line does not count)
         super().agree(values)
 
@@ -401,8 +401,8 @@ class HybridSimulation(GroupSimulation):
         self.accumulate = scenario.accumulate
         self.ps = {Slot(slot): TablePs(self, Slot(slot)) for slot in range(SERVERS)}
 
-    def reached(self, ps: Slot, origin: int, owed: Owed, content: tuple[Range, ...], worker: HybridWorker) -> None:
-        """Note that ``ps`` applied a step of the line ``origin``; the gradients of ``content`` are in it."""
+    def reached(self, ps: Slot, lineage: int, owed: Owed, content: tuple[Range, ...], worker: HybridWorker) -> None:
+        """Note that ``ps`` applied a step of the lineage; the gradients of ``content`` are in it."""
         left_out = [r for r in owed.ranges if not r.learnt]
         for partition in self.ps[ps].ledger.partitions:
             for r in (*content, *left_out):
@@ -414,8 +414,10 @@ class HybridSimulation(GroupSimulation):
                     )
                 row[r.lo : r.hi] = b"\1" * (r.hi - r.lo)
         what = split_key(owed.shard)[1], owed.hi
-        if self.there.setdefault((ps, origin, owed.step), what) != what:
-            raise Violation(f"step {owed.step} of line {origin} came to ps:{ps} as {what}, and before as another one")
+        if self.there.setdefault((ps, lineage, owed.step), what) != what:
+            raise Violation(
+                f"step {owed.step} of lineage {lineage} came to ps:{ps} as {what}, and before as another one"
+            )
 
     def heal(self) -> None:
         super().heal()
@@ -427,15 +429,15 @@ class HybridSimulation(GroupSimulation):
             for partition, row in enumerate(partitions):
                 if not all(row):
                     raise Violation(f"bucket {partition} lacks position {row.index(0)} of epoch {epoch} at the end")
-        origin = self.master.brain.state.groups.origin
-        chains = [chain for line, chain in self.ended_with if line == origin]
+        lineage = self.master.brain.state.groups.lineage
+        chains = [chain for of, chain in self.ended_with if of == lineage]
         steps: dict[int, tuple[int, int]] = {}
         chain = chains[0]
         while chain in self.history:
             chain, c = self.history[chain]
             steps[c.first] = c.epoch, c.hi
-        for (ps, line, step), what in self.there.items():
-            if line == origin and steps.get(step) != what:
+        for (ps, of, step), what in self.there.items():
+            if of == lineage and steps.get(step) != what:
                 raise Violation(f"ps:{ps} has step {step} as {what}, which is {steps.get(step)} in the trained state")
 
 

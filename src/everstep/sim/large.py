@@ -57,7 +57,7 @@ class Large(GroupSimulation):
         """Return steps that were begun once more, by another generation."""
         return len(self.begun) - len({step for _, step in self.begun})
 
-    def applies(self, origin: int, c: Any) -> None:
+    def applies(self, lineage: int, c: Any) -> None:
         self.committed_at.setdefault(c.first, self.kernel.now)
         if self.killed_at:
             self.hold_up.append(self.kernel.now - self.killed_at)

@@ -186,12 +186,12 @@ _lease_expired, _drop_leases = LeaseConcern._lease_expired, LeaseConcern.drop_le
 _confirm = LeaseConcern.confirm
 
 
-def _done_of_dead_ps(self: LeaseConcern, e: ShardDone, told: Event) -> list[InstructionType]:
+def _done_of_dead_ps(self: LeaseConcern, e: ShardDone, event: Event) -> list[InstructionType]:
     placement = self.state.placement
     if placement is not None:
         now = tuple((p.slot, p.incarnation) for p in placement.servers)
         e = ShardDone(e.shard, e.lease, now, e.skipped)  # nor by which map
-    return _shard_done(self, e, told)
+    return _shard_done(self, e, event)
 
 
 def _lose(self: LeaseConcern, key: ShardKey, really: bool) -> None:
@@ -200,8 +200,8 @@ def _lose(self: LeaseConcern, key: ShardKey, really: bool) -> None:
         epoch.returned.remove(split_key(key)[2])
 
 
-def _expired_to_no_place(self: LeaseConcern, e: LeaseExpired, told: Event) -> list[InstructionType]:
-    out = _lease_expired(self, e, told)
+def _expired_to_no_place(self: LeaseConcern, e: LeaseExpired, event: Event) -> list[InstructionType]:
+    out = _lease_expired(self, e, event)
     _lose(self, e.shard, bool(out))
     return out
 
@@ -214,15 +214,15 @@ def _dropped_to_no_place(self: LeaseConcern, record: SlotRecord, reason: str) ->
     return out
 
 
-def _grants_twice(self: LeaseConcern, e: ShardAsked, told: Event) -> list[InstructionType]:
-    record = self.members.workers.get(told.slot)
-    if record is not None and record.member.incarnation == told.incarnation and e.dataset in record.granted:
+def _grants_twice(self: LeaseConcern, e: ShardAsked, event: Event) -> list[InstructionType]:
+    record = self.members.workers.get(event.slot)
+    if record is not None and record.member.incarnation == event.incarnation and e.dataset in record.granted:
         record.granted[e.dataset].pop(e.ask, None)
-    return _shard_asked(self, e, told)
+    return _shard_asked(self, e, event)
 
 
-def _releases_too_much(self: LeaseConcern, e: ShardDone, told: Event) -> list[InstructionType]:
-    out = _shard_done(self, e, told)
+def _releases_too_much(self: LeaseConcern, e: ShardDone, event: Event) -> list[InstructionType]:
+    out = _shard_done(self, e, event)
     if out and type(out[0]) is Reply and type(out[0].answer) is Ok:
         dataset, epoch, index = split_key(e.shard)
         out.append(ReleaseShards(tuple(shard_key(dataset, epoch, i) for i in range(index + 1))))
@@ -239,7 +239,7 @@ def _adopts_fenced_lease(self: LeaseConcern, record: SlotRecord, lease: Lease) -
     held = self.shards.leases.get(lease.shard)
     if held is None or held.no <= lease.no:
         return _confirm(self, record, lease)
-    self._release_hold(self.members.workers[held.worker], held, settled=False)
+    self._release_hold(self.members.workers[held.worker], held, answered=False)
     self.shards.take_back(lease.shard, 0)
     self.shards.adopt(lease, record.member.slot, record.member.incarnation)
     record.held.append(lease.shard)
@@ -369,12 +369,12 @@ class PendingClaimsTooMuch(WorkerProtocol):
         return AskShard(self._dataset, self._until, self._asked, pending)
 
 
-def _pending_of_all(self: LeaseConcern, e: ShardAsked, told: Event) -> list[InstructionType]:
+def _pending_of_all(self: LeaseConcern, e: ShardAsked, event: Event) -> list[InstructionType]:
     """Take a worker that names one lease as pending to mean all that it was granted."""
-    record = self.members.current(Role.WORKER, told.slot, told.incarnation)
+    record = self.members.current(Role.WORKER, event.slot, event.incarnation)
     if record is not None and e.pending:
         e = msgspec.structs.replace(e, pending=tuple(self.shards.leases[key].no for key in record.held))
-    return _shard_asked(self, e, told)
+    return _shard_asked(self, e, event)
 
 
 def _forgets_what_was_told(self: Shards, dataset: Dataset, until_epoch: int) -> None:

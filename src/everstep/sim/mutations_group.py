@@ -22,14 +22,14 @@ from everstep.brain.concerns.group_stalls import GroupStalls
 from everstep.brain.members import Members, SlotRecord
 from everstep.brain.shards import Shards
 from everstep.ids import Incarnation, Slot
-from everstep.model.group import Committed, Group, GroupMember, Mark
+from everstep.model.group import Committed, Group, GroupMember, Position
 from everstep.model.member import Role
 from everstep.sim.cluster import SimMaster
 from everstep.sim.group import GroupWorker
 from everstep.sim.mutations import Mutation
 from everstep.sim.simulation import Parts
 
-_told, _count, _next = GroupMachine.told, GroupMachine.count, Generations._next
+_told, _count, _next = GroupMachine.published, GroupMachine.count, Generations._next
 _to_tell, _reach = Commits.to_tell, Shards.reach
 _fall_back = Generations.fall_back
 
@@ -43,25 +43,25 @@ def _copies_count(self: GroupReader, m: GroupMember) -> bool:
     return self.living(m.slot, m.incarnation) is not None
 
 
-def _nothing_void(self: Generations, begin: Mark) -> None: ...
+def _nothing_void(self: Generations, begin: Position) -> None: ...
 
 
 def _one_line(
-    self: Generations, members: tuple[GroupMember, ...], hold: str, begin: Mark, restore: int, origin: int
+    self: Generations, members: tuple[GroupMember, ...], hold: str, begin: Position, restore: int, lineage: int
 ) -> Group:
     return _next(self, members, hold, begin, restore, 1)
 
 
 def _leavers_are_lost(
-    self: Generations, members: tuple[GroupMember, ...], hold: str, begin: Mark, restore: int, origin: int
+    self: Generations, members: tuple[GroupMember, ...], hold: str, begin: Position, restore: int, lineage: int
 ) -> Group:
     self.reader.lose((x.slot, x.incarnation) for x in self.group_state.leavers)
-    return _next(self, members, hold, begin, restore, origin)
+    return _next(self, members, hold, begin, restore, lineage)
 
 
 def _any_mark_is_the_end(self: GroupAskers, record: SlotRecord, e: Any) -> bool:
-    at_end = self.group_state.cursor(e.dataset).epoch >= e.until_epoch
-    return e.mark is not None and not self.reader.member(record) and at_end
+    at_end = self.group_state.position(e.dataset).epoch >= e.until_epoch
+    return e.position is not None and not self.reader.member(record) and at_end
 
 
 def _never_stalled(self: GroupStalls, generation: int) -> None: ...
@@ -75,8 +75,8 @@ def _begins_too_early(self: GroupReader) -> bool:
     return False
 
 
-def _falls_back_too_far(self: Generations, begin: Mark) -> None:
-    _fall_back(self, Mark())
+def _falls_back_too_far(self: Generations, begin: Position) -> None:
+    _fall_back(self, Position())
 
 
 def _hold_forgotten(members: int, least: int) -> str:
@@ -134,17 +134,17 @@ def _stays_behind(self: GroupMachine) -> list[Action]:
 
 
 def _tells_once(self: Commits) -> tuple[Committed, ...]:
-    told = _to_tell(self)
+    published = _to_tell(self)
     with self._lock:
-        self._untold.clear()
-    return told
+        self._unconfirmed.clear()
+    return published
 
 
 def _tells_behind_a_gap(self: Commits) -> tuple[Committed, ...]:
     with self._lock:
-        while self._untold and self._untold[0].last <= self.confirmed:
-            self._untold.popleft()
-        return tuple(self._untold)
+        while self._unconfirmed and self._unconfirmed[0].last <= self.confirmed:
+            self._unconfirmed.popleft()
+        return tuple(self._unconfirmed)
 
 
 # ---------------------------------------------------------------- the master's shell
@@ -169,10 +169,15 @@ GROUP_MUTATIONS: tuple[Mutation, ...] = (
         _nothing_void,
     ),
     _patch(
-        "one-line", "a new line keeps the old one's number: void states count", Generations, "_next", _one_line, _BLIND
+        "one-line",
+        "a new lineage keeps the old one's number: void states count",
+        Generations,
+        "_next",
+        _one_line,
+        _BLIND,
     ),
     _patch("leavers-are-lost", "a planned leave breaks the step", Generations, "_next", _leavers_are_lost, _BLIND),
-    _patch("newcomers-break-in", "a newcomer breaks the step", GroupMachine, "told", _newcomers_break_in),
+    _patch("newcomers-break-in", "a newcomer breaks the step", GroupMachine, "published", _newcomers_break_in),
     _patch(
         "any-mark-ends", "a stale state is told that the data is over", GroupAskers, "over_for", _any_mark_is_the_end
     ),
@@ -189,7 +194,7 @@ GROUP_MUTATIONS: tuple[Mutation, ...] = (
     _patch("never-stuck", "members that wait for each other go on waiting", GroupStalls, "stuck", _never_stuck),
     _patch(
         "begins-too-early",
-        "a line begins before the newest manifest",
+        "a lineage begins before the newest manifest",
         GroupReader,
         "committing",
         property(_begins_too_early),
@@ -200,7 +205,7 @@ GROUP_MUTATIONS: tuple[Mutation, ...] = (
     _patch("zombies-welcome", "what an older incarnation says counts", Members, "current", _forget_incarnation, _BLIND),
     _patch("trusts-itself", "an entered vote counts as committed", GroupMachine, "resolve", _trusts_itself),
     _patch("goes-over-alone", "a member goes over without the others", GroupMachine, "count", _goes_over_alone),
-    _patch("obeys-old-groups", "an older group is taken for the newest", GroupMachine, "told", _obeys_old_groups),
+    _patch("obeys-old-groups", "an older group is taken for the newest", GroupMachine, "published", _obeys_old_groups),
     _patch(
         "stays-behind", "others may have gone over, one waits for them", GroupMachine, "_give_up_steps", _stays_behind
     ),

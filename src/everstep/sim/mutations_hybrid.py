@@ -27,7 +27,7 @@ def _no_barrier(self: HybridWorker, ring: Ring, owed: Owed) -> None:
 
 def _drops_what_others_push(self: StepPushes, step: int, route: int, mine: Collection[Slot]) -> list[Action]:
     out = _committed(self, step, route, mine)
-    self._held = [h for h in self._held if h.waiting or not h.sure]
+    self._held = [h for h in self._held if h.waiting or not h.confirmed]
     return out
 
 
@@ -52,7 +52,7 @@ def _one_lease(self: StepPushes, lease: LeaseNo) -> list[Action]:
 
 
 def _steps_over_watermarks(self: HybridWorker, size: int) -> StepCut | None:
-    return self.gsim.cut_of(self.mark, size, self.machine.split)
+    return self.gsim.cut_of(self.position, size, self.machine.split)
 
 
 def _pushes_what_waits(self: HybridWorker, owed: Owed, mine: Range) -> None:
@@ -95,7 +95,7 @@ HYBRID_MUTATIONS: tuple[Mutation, ...] = (
     _patch("one-lease", "the lease of the first generation is kept", StepPushes, "entered", _one_lease),
     _patch(
         "steps-over-watermarks",
-        "a line that begins anew cuts its steps across watermarks",
+        "a lineage that begins anew cuts its steps across watermarks",
         HybridWorker,
         "next_cut",
         _steps_over_watermarks,

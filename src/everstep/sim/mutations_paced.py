@@ -7,7 +7,7 @@ from everstep.model.step_schedule import ComputedShare
 from everstep.sim.mutations import Mutation
 from everstep.sim.simulation import Parts
 from everstep.tables.staleness_gate import Late, Pushing, StalenessGate, Verdict
-from everstep.tables.worker_protocol import RangeWork, SendGiveBack, Settled, WorkerAction, WorkerProtocol
+from everstep.tables.worker_protocol import BatchFinished, RangeWork, SendGiveBack, WorkerAction, WorkerProtocol
 
 
 class PushesLate(StalenessGate):
@@ -25,7 +25,7 @@ class PushesLate(StalenessGate):
 
 class KeepsLate(WorkerProtocol):
     def late(self, work: RangeWork) -> list[WorkerAction]:
-        return [Settled(work, False)]
+        return [BatchFinished(work, False)]
 
 
 class PushesAndReturns(WorkerProtocol):

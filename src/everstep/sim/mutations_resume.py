@@ -51,10 +51,10 @@ def _position_of_the_first_snapshot(
 
 
 def _forgets_a_shard(
-    self: Shards, dataset: Dataset, told: EpochPosition | None, epoch_number: int, marked: set[int]
+    self: Shards, dataset: Dataset, saved: EpochPosition | None, epoch_number: int, marked: set[int]
 ) -> Epoch:
     """Of the shards between done ones that are to do, the last is forgotten."""
-    epoch = _resumed(self, dataset, told, epoch_number, marked)
+    epoch = _resumed(self, dataset, saved, epoch_number, marked)
     if epoch.returned:
         epoch.state[epoch.returned.pop()] = ShardState.RELEASED
         epoch.done += 1
@@ -70,12 +70,12 @@ def _trains_the_last_epoch_again(
 
 
 def _trains_a_done_shard_again(
-    self: Shards, dataset: Dataset, told: EpochPosition | None, epoch_number: int, marked: set[int]
+    self: Shards, dataset: Dataset, saved: EpochPosition | None, epoch_number: int, marked: set[int]
 ) -> Epoch:
     """The end of a range of done shards is taken as if it were in the range."""
-    if told is not None:
-        told = EpochPosition(told.epoch, tuple((lo, hi - 1) for lo, hi in told.done), told.quarantined)
-    return _resumed(self, dataset, told, epoch_number, marked)
+    if saved is not None:
+        saved = EpochPosition(saved.epoch, tuple((lo, hi - 1) for lo, hi in saved.done), saved.quarantined)
+    return _resumed(self, dataset, saved, epoch_number, marked)
 
 
 def _begins_empty(self: Checkpoints, partitions: int) -> tuple[tuple[PartitionId, int], ...]:

@@ -223,12 +223,12 @@ class BatchRows:
 class HeldRows:
     """The rows of pushes: freed when nobody needs them any more (``settle``), and no link reads them."""
 
-    __slots__ = ("_flying", "_holders", "_settled")
+    __slots__ = ("_flying", "_holders", "_released")
 
     def __init__(self, holders: Iterable[BatchRows] = ()) -> None:
         self._holders = list(holders)
         self._flying = 0  # pushes given to a link and not answered
-        self._settled = False
+        self._released = False
 
     def hold(self, more: BatchRows) -> None:
         self._holders.append(more)
@@ -241,11 +241,11 @@ class HeldRows:
         self._free()
 
     def settle(self) -> None:
-        self._settled = True
+        self._released = True
         self._free()
 
     def _free(self) -> None:
-        if self._settled and not self._flying:
+        if self._released and not self._flying:
             for rows in self._holders:
                 rows.close()
 

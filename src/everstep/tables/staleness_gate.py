@@ -1,11 +1,11 @@
 """Is a worker's side of ``brain/step_scheduler.py``: when it may begin a batch, and whether its gradient counts. Pure.
 
 Bounded: batch number i (of this worker) begins when ``i - floor <= ahead``. Batches that were begun and are not
-settled are ``_begun``; so finished ones are counted without counting what was given up twice.
+finished are ``_begun``; so finished ones are counted without counting what was given up twice.
 
 Sync: a *part* is all that is computed for one step, of one or several shards::
 
-    begin, begin, ... -> ready --(turn names it)--> Pushing -> settled -> pushed -> (turn of the next step) -> begin
+    begin, begin, ... -> ready --(turn names it)--> Pushing -> finished -> pushed -> (turn of the next step) -> begin
                               --(turn does not)---> Late: nothing of it may leave; the shard goes back
 """
 
@@ -70,7 +70,7 @@ class StalenessGate:
         self.late = 0  # parts that came too late
         self._me = slot, incarnation
         self._schedule: StepSchedule | None = None
-        self._begun: list[_Begun] = []  # batches begun and not settled
+        self._begun: list[_Begun] = []  # batches begun and not finished
         self._finished = 0  # bounded
         self._before = 0  # sync: iterations of the job's scripts before this step
         self._here = 0  # sync: those of the script here in this step
@@ -79,7 +79,7 @@ class StalenessGate:
         self._known = -1  # the last step heard of: a new master may not know it
         self._step = -1  # sync: of the part in hand, or of the one pushed last while its step is not over
         self._part: tuple[RangeWork, ...] = ()  # sync: computed
-        self._left: set[tuple[LeaseNo, int, int, int]] = set()  # of it: not settled
+        self._left: set[tuple[LeaseNo, int, int, int]] = set()  # of it: not finished
         self._parts: tuple[ComputedShare, ...] = ()  # sync: of the closed step
         self._stage: State = "busy"  # sync, with a step: busy, ready (also while it is pushed), pushed
         self._resting = True
@@ -204,7 +204,7 @@ class StalenessGate:
         self._counted = sum(hi - lo for _, lo, hi in self._begun) if samples < 0 else samples
         return self._judge()
 
-    def settled(self, work: RangeWork) -> None:
+    def finished(self, work: RangeWork) -> None:
         """The gradients of ``work`` are at all ps, or were given up."""
         left = [b for b in self._begun if not (b[0] == work.lease.no and work.lo <= b[1] and b[2] <= work.hi)]
         before, gone, self._begun = self._begun, len(self._begun) - len(left), left

@@ -2,7 +2,7 @@
 
 Before a step's vote every member has the gradients of all members. A step ``[lo, hi)`` that is committed, and known to
 be by everybody in the group, is pushed to each ps as one interval, under the lease of the group's generation. Each ps
-is served by one member; the others *hold* the step until it is settled: until every member said that nothing of it is
+is served by one member; the others *hold* the step until it is consumed: until every member said that nothing of it is
 owed any more. So whoever is lost, somebody has what it did not push, and nothing is computed twice:
 
 - A new generation (a loss, a join, a leave) has a later lease, which fences what the old one may still send. Everybody
@@ -31,7 +31,7 @@ from everstep.model.shard import Span, Token, shard_key
 from everstep.net.messages import Pushed
 
 HELD_MAX = 4
-"""Committed steps that are not settled; two are usual. More: somebody does not get rid of what it owes."""
+"""Committed steps that are not consumed; two are usual. More: somebody does not get rid of what it owes."""
 
 
 def table_shard(dataset: int, epoch: int) -> ShardKey:
@@ -160,7 +160,7 @@ Action = Open | Send | Again
 class _HeldSteps:
     owed: Owed
     waiting: set[Slot] = field(default_factory=set)
-    sure: bool = False  # everybody in the group knows that it is committed
+    confirmed: bool = False  # everybody in the group knows that it is committed
 
 
 class StepPushes:
@@ -191,7 +191,7 @@ class StepPushes:
     @property
     def owes_from(self) -> int | None:
         """Return the first step of which this member has not done its part."""
-        return next((h.owed.step for h in self._held if h.waiting or not h.sure), None)
+        return next((h.owed.step for h in self._held if h.waiting or not h.confirmed), None)
 
     @property
     def owes(self) -> bool:
@@ -208,11 +208,11 @@ class StepPushes:
 
     def entered(self, lease: LeaseNo) -> list[Action]:
         """Enter a group, where all know which steps are committed. ``lease``: of its generation."""
-        if lease == self.lease and all(h.sure for h in self._held):
+        if lease == self.lease and all(h.confirmed for h in self._held):
             return []
         self.lease, self.stale = lease, False
         for h in self._held:
-            h.sure = True
+            h.confirmed = True
         return self._anew()
 
     def hold(self, owed: Owed) -> None:
@@ -225,18 +225,18 @@ class StepPushes:
         to push it to by the map ``route``, which everybody had; with another one by now it is all of them."""
         for h in self._held:
             if h.owed.step == step:
-                h.sure = True
+                h.confirmed = True
                 h.waiting |= self._servers.keys() if route != self.route else set(mine) & self._servers.keys()
         return self._next_all()
 
     def take_over(self) -> list[Action]:
         """Push for another member that should have pushed and seems to be lost."""
         for h in self._held:
-            if h.sure:
+            if h.confirmed:
                 h.waiting |= self._servers.keys()
         return self._next_all()
 
-    def settled(self, before: int) -> list[Owed]:
+    def consumed(self, before: int) -> list[Owed]:
         """Forget steps below ``before``: no member owes anything of them. Returns those that were held."""
         gone = [h.owed for h in self._held if h.owed.step < before]
         self._held = [h for h in self._held if h.owed.step >= before]
@@ -292,7 +292,7 @@ class StepPushes:
         self._busy.clear()
         self._open.clear()
         for h in self._held:
-            if h.sure:
+            if h.confirmed:
                 h.waiting = set(self._servers)
         return self._next_all()
 

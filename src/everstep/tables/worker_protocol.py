@@ -165,7 +165,7 @@ class SendGiveBack(WorkerAction, frozen=True, gc=False):
     late: bool = False
 
 
-class Settled(WorkerAction, frozen=True):
+class BatchFinished(WorkerAction, frozen=True):
     """The gradients of ``work`` are not needed any more. ``applied``: by every ps addressed; else it was given up.
     ``others``: what the same step consumed besides."""
 
@@ -588,7 +588,7 @@ class WorkerProtocol:
         del sent.waiting[ps]
         if not sent.waiting:
             self._unacknowledged -= 1
-            out.append(Settled(sent.work, True, sent.wholes[1:]))
+            out.append(BatchFinished(sent.work, True, sent.wholes[1:]))
             for whole in sent.wholes:
                 of = self._held[whole.lease.no]
                 del of.sent[whole.lo, whole.hi]
@@ -715,7 +715,7 @@ class WorkerProtocol:
             fits = False
         if not fits:
             # Handed out before a reopening that kept only some of it: no partition takes the sum.
-            out: list[WorkerAction] = [Settled(step.work, False, step.wholes[1:])]
+            out: list[WorkerAction] = [BatchFinished(step.work, False, step.wholes[1:])]
             for held in helds:
                 if held.state is _State.ACTIVE and mine[held.lease.no]:
                     self._open(held, out)
@@ -764,7 +764,7 @@ class WorkerProtocol:
     def late(self, work: RangeWork) -> list[WorkerAction]:
         """``work`` is computed, but its step went on without it: none of it is pushed. Its lease goes back, so that
         whoever is free computes it again."""
-        out: list[WorkerAction] = [Settled(work, False)]
+        out: list[WorkerAction] = [BatchFinished(work, False)]
         return out + self._over(work.lease.no, "its step went on without it", late=True)
 
     # ------------------------------------------------------------ inside
@@ -784,7 +784,7 @@ class WorkerProtocol:
         """Give up a step of several leases: partitions differ in what they have of them. Each lease is opened again,
         and what its partitions lack is computed anew."""
         self._unacknowledged -= 1
-        out.append(Settled(step.work, False, step.wholes[1:]))
+        out.append(BatchFinished(step.work, False, step.wholes[1:]))
         helds = [self._held[whole.lease.no] for whole in step.wholes if whole.lease.no in self._held]
         for held in helds:
             held.sent = {at: s for at, s in held.sent.items() if s is not step}
@@ -849,7 +849,7 @@ class WorkerProtocol:
         alone = [step for step in held.sent.values() if not step.shared]
         shared = [step for step in held.sent.values() if step.shared]
         self._unacknowledged -= len(alone)
-        out += [Settled(step.work, False) for step in alone]
+        out += [BatchFinished(step.work, False) for step in alone]
         held.sent = {}
         for step in shared:
             self._dissolve(step, out)
@@ -891,7 +891,7 @@ class WorkerProtocol:
                 at = at if work.hi <= lowest else -1  # nothing after it fits
                 if isinstance(batch, _Step):
                     self._unacknowledged -= 1
-                    out.append(Settled(work, work.hi <= lowest))
+                    out.append(BatchFinished(work, work.hi <= lowest))
 
     def _cut(self, held: _HeldLease, lo: int, hi: int) -> dict[Slot, bytes] | None:
         """Take ``[lo, hi)``, which begins at the next position, out of what is to be handed out; the partitions that

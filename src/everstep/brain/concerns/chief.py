@@ -23,10 +23,10 @@ class ChiefConcern(Concern):
             OnceAsked: self._once_asked,
         }
 
-    def _chief_asked(self, e: ChiefAsked, told: Event) -> Out:
-        record = self.members.current(Role.WORKER, told.slot, told.incarnation)
+    def _chief_asked(self, e: ChiefAsked, event: Event) -> Out:
+        record = self.members.current(Role.WORKER, event.slot, event.incarnation)
         if record is None:
-            return [self.fence_worker(told.slot, told.incarnation)]
+            return [self.fence_worker(event.slot, event.incarnation)]
         if 0 < e.ask <= record.chief_asks:  # (its script went on by the answer of then)
             return [Reply(Yes(record.chief == CHIEF))]
         record.chief_asks = max(e.ask, record.chief_asks)
@@ -40,10 +40,10 @@ class ChiefConcern(Concern):
             out.append(Note(str(record.member.key), Decision("chief", words, {"instead_of": before})))
         return out
 
-    def _once_asked(self, e: OnceAsked, told: Event) -> Out:
-        record = self.members.current(Role.WORKER, told.slot, told.incarnation)
+    def _once_asked(self, e: OnceAsked, event: Event) -> Out:
+        record = self.members.current(Role.WORKER, event.slot, event.incarnation)
         if record is None:
-            return [self.fence_worker(told.slot, told.incarnation)]
+            return [self.fence_worker(event.slot, event.incarnation)]
         if not e.done:
             if e.key not in self.duty.once and len(self.duty.once) >= ONCE_KEYS:
                 return [Reply(Refused(f"job.once({e.key!r}): the job has {ONCE_KEYS} keys already"))]

@@ -23,17 +23,17 @@ class CommittedSteps(GroupPart):
         super().__init__(reader)
         self._generations = generations
 
-    def committed(self, e: StepsCommitted, told: Event) -> tuple[list[InstructionType], str]:
+    def committed(self, e: StepsCommitted, event: Event) -> tuple[list[InstructionType], str]:
         """Take committed steps in. Returns what follows, and the error if they cannot be."""
         out: list[InstructionType] = []
         groups = self.group_state
         before, confirmed = groups.step, groups.confirmed
         for steps in e.steps:
-            if steps.generation < groups.origin:
-                continue  # of a line that has ended
+            if steps.generation < groups.lineage:
+                continue  # of a lineage that has ended
             error = self._commit(steps, out)
             if error:
-                return out, f"bug in everstep: {error}, said by {told.sender}"
+                return out, f"bug in everstep: {error}, said by {event.sender}"
             if steps.generation > groups.confirmed:
                 out += self.confirm(steps.generation)
         if groups.step > before:
@@ -43,7 +43,7 @@ class CommittedSteps(GroupPart):
         held = groups.step > before and groups.group is not None and bool(groups.group.hold)
         if groups.confirmed != confirmed or (held and self.reader.data_done()):
             # newcomers have the state for certain now; a group on hold waits for nothing any more
-            out += self._generations.settle(told.at)
+            out += self._generations.settle(event.at)
         return out, ""
 
     def _commit(self, c: Committed, out: list[InstructionType]) -> str:
@@ -66,7 +66,7 @@ class CommittedSteps(GroupPart):
             return ""  # known
         if c.first > groups.step:
             return f"{what}: step {groups.step} is missing before them"
-        at = groups.cursors.get(c.dataset, (0, 0))
+        at = groups.positions.get(c.dataset, (0, 0))
         if c.first == groups.step:
             if at != (c.epoch, c.lo):
                 return f"{what} begin at {_place(ends[c.first])}, but step {groups.step} is at e{at[0]} {at[1]}"
@@ -83,7 +83,7 @@ class CommittedSteps(GroupPart):
         else:
             groups.history.stints.append(Stint(c.first, c.dataset, (c.epoch, lo), after))
         groups.step = c.last + 1
-        groups.cursors[c.dataset] = after
+        groups.positions[c.dataset] = after
         groups.history.boundaries[c.first] = (c.dataset, c.epoch, c.lo)
         groups.history.boundaries[groups.step] = (c.dataset, *after)
         while len(groups.history.boundaries) > STEPS_REMEMBERED:

@@ -24,10 +24,10 @@ class DatasetConcern(Concern):
     def validate(self) -> None:
         self.shards.validate()
 
-    def _plan_registered(self, e: PlanRegistered, told: Event) -> Out:
-        record = self.members.current(Role.WORKER, told.slot, told.incarnation)
+    def _plan_registered(self, e: PlanRegistered, event: Event) -> Out:
+        record = self.members.current(Role.WORKER, event.slot, event.incarnation)
         if record is None:
-            return [self.fence_worker(told.slot, told.incarnation)]
+            return [self.fence_worker(event.slot, event.incarnation)]
         plan, shards = e.plan, self.shards
         known = shards.find(plan.name)
         if known is not None:
@@ -36,7 +36,7 @@ class DatasetConcern(Concern):
                 if ours != its:
                     where = "checkpoint that it goes on from" if known.number < self.checkpoints.datasets else "job"
                     error = (
-                        f"dataset '{plan.name}': {field} is {its!r} in worker:{told.slot}, but {ours!r} in the {where}"
+                        f"dataset '{plan.name}': {field} is {its!r} in worker:{event.slot}, but {ours!r} in the {where}"
                     )
                     way = "every worker must read the same data, and other data need another name: job.loader(name=)"
                     return [Reply(Refused(f"{error}; {way}"))]
@@ -52,7 +52,7 @@ class DatasetConcern(Concern):
         self.concerns.training.loop_begins(record, dataset, e)
         inputs: Inputs = {"samples": plan.samples, "shard_samples": plan.shard_samples}
         why = Decision("dataset registered", f"'{plan.name}': {plan.samples} samples in {plan.shards} shards", inputs)
-        return [Reply(Registered(dataset.number)), Note(f"worker:{told.slot}", why)]
+        return [Reply(Registered(dataset.number)), Note(f"worker:{event.slot}", why)]
 
     def epoch_finished(self, key: ShardKey) -> Out:
         out = self.checkpoints.release_due(self.job, self.shards, finished=True)

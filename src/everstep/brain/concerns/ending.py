@@ -26,7 +26,7 @@ class EndingConcern(Concern):
             StopAsked: self._stop_asked,
         }
 
-    def _stop_asked(self, e: StopAsked, told: Event) -> Out:
+    def _stop_asked(self, e: StopAsked, event: Event) -> Out:
         if self.job.over:
             return [OK, FinishJob(cast(int, self.job.exit_code), self.job.error)]
         suspending, self.state.supervision.suspending = self.state.supervision.suspending, ""  # (to stop is more)
@@ -35,7 +35,7 @@ class EndingConcern(Concern):
                 return [OK]
             self.checkpoints.stopping = e.reason
             why = Decision("stop the job", f"{e.reason}: after a last checkpoint", {}, ("stop it at once",))
-            return [OK, Note("", why), *self._rest(), *self._stop_when_saved(told.at)]
+            return [OK, Note("", why), *self._rest(), *self._stop_when_saved(event.at)]
         why = Decision("stop the job", e.reason)
         return [OK, Note("", why), self.job.finish(Phase.STOPPED, 0, "")]
 

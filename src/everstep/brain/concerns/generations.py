@@ -11,7 +11,7 @@ from everstep.brain.group import STOP_AFTER_S, Inputs, Leaver, Returned, Stint, 
 from everstep.brain.job import Phase
 from everstep.brain.supervision import least_workers
 from everstep.model.decision import Decision
-from everstep.model.group import Group, GroupMember, Mark
+from everstep.model.group import Group, GroupMember, Position
 from everstep.model.member import Role
 from everstep.model.reasons import LeaveReason
 from everstep.model.shard import lease_no
@@ -21,7 +21,7 @@ LOST_REMEMBERED = 256
 
 
 class Generations(GroupPart):
-    """Publishes generations, and begins new lines of states."""
+    """Publishes generations, and begins new lineages."""
 
     __slots__ = ("_splits",)
 
@@ -132,7 +132,7 @@ class Generations(GroupPart):
             if (ask := groups.asked.get(m.slot)) is not None:
                 ask.synced = 0  # should it want to come back
         self.reader.set_leavers(leavers)
-        group = self._next(tuple(wanted), hold, old.begin, old.restore, groups.origin)
+        group = self._next(tuple(wanted), hold, old.begin, old.restore, groups.lineage)
         if old.copied is not None:  # (who was it is not asked any more: others may come in by its state)
             group = groups.group = msgspec.structs.replace(group, copied=old.copied)
         groups.timing.quiet_until = at + quiet_s(len(wanted))
@@ -172,7 +172,7 @@ class Generations(GroupPart):
         inputs: Inputs = {"generation": groups.generations, "members": size, "step": groups.step}
         return Decision(action, reason, inputs, rejected)
 
-    def _next(self, members: tuple[GroupMember, ...], hold: str, begin: Mark, restore: int, origin: int) -> Group:
+    def _next(self, members: tuple[GroupMember, ...], hold: str, begin: Position, restore: int, lineage: int) -> Group:
         groups, job = self.group_state, self.job
         split = self._splits.carried(members)
         groups.generations += 1
@@ -185,7 +185,7 @@ class Generations(GroupPart):
             hold=hold,
             begin=begin,
             restore=restore,
-            origin=origin,
+            lineage=lineage,
             split=split,
             lease=lease_no(job.master_incarnation, groups.generations),
             broken=groups.waits.broken,
@@ -222,7 +222,7 @@ class Generations(GroupPart):
                 out.append(Note("job", Decision("group waits", words, {"there": len(there), "least": least})))
             return out
         first = groups.group is None
-        self.duty.undone()  # (what a chief's script ended with was of a line that is no more)
+        self.duty.undone()  # (what a chief's script ended with was of a lineage that is no more)
         groups.passed = {}
         members = admitted(there, [], job.spec.logical_workers)[: job.spec.logical_workers or None]
         begin, restore, copied = self._start(members)
@@ -231,10 +231,10 @@ class Generations(GroupPart):
             job.phase = Phase.TRAINING
         for ask in groups.asked.values():
             ask.synced = 0
-        groups.origin, groups.returned = groups.generations + 1, []
-        groups.entered = {m.slot: (m.incarnation, groups.origin) for m in members}
+        groups.lineage, groups.returned = groups.generations + 1, []
+        groups.entered = {m.slot: (m.incarnation, groups.lineage) for m in members}
         hold = hold_words(len(members), least_workers(job, self.members))
-        group = self._next(tuple(members), hold, begin, restore, groups.origin)
+        group = self._next(tuple(members), hold, begin, restore, groups.lineage)
         source = f", from checkpoint {restore}" if restore else ""
         if copied is not None:
             group = groups.group = msgspec.structs.replace(group, copied=(copied.slot, copied.incarnation))
@@ -247,10 +247,10 @@ class Generations(GroupPart):
             words = f"nobody of the last group is left: {words}"
         return [*out, PublishGroup(group, self._why(f"group {group.generation}", words))]
 
-    def _start(self, members: list[GroupMember]) -> tuple[Mark, int, GroupMember | None]:
-        """Return where a new line begins: the mark, the checkpoint that has it, or the member whose copy has it: the
-        newest of what there is. A copy counts if it is of the line that was lost, and the journal has its steps; or if
-        that line began with it."""
+    def _start(self, members: list[GroupMember]) -> tuple[Position, int, GroupMember | None]:
+        """Return where a new lineage begins: the position, the checkpoint that has it, or the member whose copy has it:
+        the newest of what there is. A copy counts if it is of the lineage that was lost, and the journal has its steps;
+        or if the lineage began with it."""
         groups = self.group_state
         begin, restore = self.reader.start
         from_copy = None
@@ -258,34 +258,37 @@ class Generations(GroupPart):
         for m in members:
             ask = groups.asked.get(m.slot)
             held = ask.copy if ask is not None and ask.incarnation == m.incarnation else None
-            if held is None or last is None or not 0 <= held.mark.dataset < len(self.shards.datasets):
+            if held is None or last is None or not 0 <= held.position.dataset < len(self.shards.datasets):
                 continue
-            mark = held.mark
-            if mark.position >= self.shards.datasets[mark.dataset].plan.samples:
-                mark = Mark(mark.step, mark.dataset, mark.epoch + 1, 0)
-            place = mark.dataset, mark.epoch, mark.position
-            if groups.history.boundaries.get(mark.step, place) != place or not begin.step < mark.step <= groups.step:
+            position = held.position
+            if position.sample >= self.shards.datasets[position.dataset].plan.samples:
+                position = Position(position.step, position.dataset, position.epoch + 1, 0)
+            place = position.dataset, position.epoch, position.sample
+            if (
+                groups.history.boundaries.get(position.step, place) != place
+                or not begin.step < position.step <= groups.step
+            ):
                 continue
-            again = last.copied is not None and mark == last.begin and held.origin < groups.origin
-            if held.origin == groups.origin or again:
-                begin, restore, from_copy = mark, 0, m
+            again = last.copied is not None and position == last.begin and held.lineage < groups.lineage
+            if held.lineage == groups.lineage or again:
+                begin, restore, from_copy = position, 0, m
         return begin, restore, from_copy
 
     def _dismiss(self) -> list[InstructionType]:
         """Dismiss whoever was to leave the last group: there is nothing to leave any more."""
         groups = self.group_state
         self.reader.set_leavers([])
-        told = {(slot, incarnation) for slot, incarnation in groups.dismissed}
+        dismissed = {(slot, incarnation) for slot, incarnation in groups.dismissed}
         going = [s.member for s in self.members.workers.values() if s.running and s.stopping]
         out: list[InstructionType] = []
         for m in going:
-            if (m.slot, m.incarnation) not in told:
+            if (m.slot, m.incarnation) not in dismissed:
                 why = Decision("stop", "the group that it was to leave is no more")
                 out.append(StopProcess(m.node, Role.WORKER, m.slot, m.incarnation, STOP_AFTER_S, why))
         groups.dismissed = [[m.slot, m.incarnation] for m in going]
         return out
 
-    def _void(self, begin: Mark, restore: int, copied: GroupMember | None) -> list[InstructionType]:
+    def _void(self, begin: Position, restore: int, copied: GroupMember | None) -> list[InstructionType]:
         """Steps from ``begin`` on do not count any more."""
         groups = self.group_state
         last = groups.step - 1
@@ -299,31 +302,31 @@ class Generations(GroupPart):
         inputs: Inputs = {"first": begin.step, "last": last, "checkpoint": restore}
         return [Note("", Decision("steps void", words, inputs))]
 
-    def fall_back(self, begin: Mark) -> None:
+    def fall_back(self, begin: Position) -> None:
         """Be at ``begin``, as if what came after it had never been."""
         groups = self.group_state
         groups.step = begin.step
         groups.history.stints = [s for s in groups.history.stints if s.first < begin.step]
-        cursors: dict[int, tuple[int, int]] = {}
+        positions: dict[int, tuple[int, int]] = {}
         for stint in groups.history.stints:
-            cursors[stint.dataset] = stint.end
-        if begin != Mark():
-            cursors[begin.dataset] = (begin.epoch, begin.position)
+            positions[stint.dataset] = stint.end
+        if begin != Position():
+            positions[begin.dataset] = (begin.epoch, begin.sample)
             if groups.history.stints and groups.history.stints[-1].dataset == begin.dataset:
-                groups.history.stints[-1].end = (begin.epoch, begin.position)
+                groups.history.stints[-1].end = (begin.epoch, begin.sample)
             else:
-                groups.history.stints.append(Stint(begin.step, begin.dataset, *[(begin.epoch, begin.position)] * 2))
-        groups.cursors = cursors
+                groups.history.stints.append(Stint(begin.step, begin.dataset, *[(begin.epoch, begin.sample)] * 2))
+        groups.positions = positions
         groups.history.boundaries = {}
-        kept = [s for s in groups.history.skips if (s.epoch, s.lo) < cursors.get(s.dataset, (0, 0))]
+        kept = [s for s in groups.history.skips if (s.epoch, s.lo) < positions.get(s.dataset, (0, 0))]
         groups.history.skips = kept
         for dataset in self.shards.datasets:
-            epoch, position = cursors.get(dataset.number, (0, 0))
+            epoch, sample = positions.get(dataset.number, (0, 0))
             mine = [(s.epoch, s.hi - s.lo) for s in kept if s.dataset == dataset.number]
             skipped: dict[int, int] = {}
             for number, samples in mine:
                 skipped[number] = skipped.get(number, 0) + samples
-            self.shards.fall_back(dataset.number, epoch, position, skipped)
+            self.shards.fall_back(dataset.number, epoch, sample, skipped)
 
     def send_home(self) -> list[InstructionType]:
         """The data is done and somebody's script ended well: a newcomer could only end without the trained state."""

@@ -84,11 +84,11 @@ class GroupConcern(Concern):
         if group is not None:
             assert group.generation == groups.generations, f"{groups!r} published g{group.generation}"
             assert len({m.slot for m in group.members}) == group.size, f"a slot twice in {group}"
-            assert groups.origin <= group.generation
+            assert groups.lineage <= group.generation
             assert not {(m.slot, m.incarnation) for m in group.members} & set(group.lost), f"{group} has a lost member"
-        for number, (epoch, position) in groups.cursors.items():
+        for number, (epoch, position) in groups.positions.items():
             plan = self.shards.datasets[number].plan
-            assert 0 <= position < plan.samples, f"cursor of dataset {number} at {position} of {plan.samples}"
+            assert 0 <= position < plan.samples, f"position in dataset {number} at {position} of {plan.samples}"
             begun = self.shards.datasets[number].epochs
             assert len(begun) >= epoch and all(e.finished for e in begun[:epoch]), f"epochs below {epoch} not finished"
         for slot, ask in groups.asked.items():
@@ -104,13 +104,13 @@ class GroupConcern(Concern):
         """A member was lost: the error if the group gets nowhere, else ""."""
         return self._stalls.blame(record, at, reason)
 
-    def _group_due(self, e: GroupDue, told: Event) -> Out:
+    def _group_due(self, e: GroupDue, event: Event) -> Out:
         return []  # (the group is settled after every event)
 
-    def _replica_written(self, e: ReplicaWritten, told: Event) -> Out:
-        record = self.members.current(Role.WORKER, told.slot, told.incarnation)
+    def _replica_written(self, e: ReplicaWritten, event: Event) -> Out:
+        record = self.members.current(Role.WORKER, event.slot, event.incarnation)
         if record is None:
-            return [self.fence_worker(told.slot, told.incarnation)]
+            return [self.fence_worker(event.slot, event.incarnation)]
         if self.job.over:
             return [OK]
         out, again = take_replica(
@@ -119,57 +119,59 @@ class GroupConcern(Concern):
             self.shards,
             self.state.groups,
             e.checkpoint,
-            told.slot,
+            event.slot,
             e.replica,
             e.error,
-            told.at,
+            event.at,
         )
         return [Reply(Refused(again)) if again else OK, *out]
 
-    def _group_asked(self, e: GroupAsked, told: Event) -> Out:
-        record = self.members.current(Role.WORKER, told.slot, told.incarnation)
+    def _group_asked(self, e: GroupAsked, event: Event) -> Out:
+        record = self.members.current(Role.WORKER, event.slot, event.incarnation)
         if record is None:
-            return [self.fence_worker(told.slot, told.incarnation)]
+            return [self.fence_worker(event.slot, event.incarnation)]
         if self.job.over:
             return [END]
         if self._askers.over_for(record, e):
-            self._askers.told_over(record)
+            self._askers.loop_over(record)
             return [END]
         refused = self._askers.asks(record, e)
         if refused is not None:
             return [Reply(refused)]
-        out, home = self.generations.settle(told.at), self._askers.too_late(e)
+        out, home = self.generations.settle(event.at), self._askers.too_late(e)
         out += home
         if not home and record.stopping and (not self.groups.trains(record) or self.groups.left_to_wait(record)):
             m, why = record.member, Decision("stop", "it was asked to leave; its agent may not have heard")
             out.append(StopProcess(m.node, m.role, m.slot, m.incarnation, STOP_GRACE_S, why))
         return [self.groups.grouped(e.dataset), *out]
 
-    def _group_synced(self, e: GroupSynced, told: Event) -> Out:
-        record = self.members.current(Role.WORKER, told.slot, told.incarnation)
+    def _group_synced(self, e: GroupSynced, event: Event) -> Out:
+        record = self.members.current(Role.WORKER, event.slot, event.incarnation)
         if record is None:
-            return [self.fence_worker(told.slot, told.incarnation)]
+            return [self.fence_worker(event.slot, event.incarnation)]
         before = self.state.groups.confirmed
         out: Out = [OK, *self._askers.synced(record, e.generation)]
         if self.state.groups.confirmed != before:
-            out += self.generations.settle(told.at)
+            out += self.generations.settle(event.at)
         return out
 
-    def _group_left(self, e: GroupLeft, told: Event) -> Out:
-        record = self.members.current(Role.WORKER, told.slot, told.incarnation)
+    def _group_left(self, e: GroupLeft, event: Event) -> Out:
+        record = self.members.current(Role.WORKER, event.slot, event.incarnation)
         if record is None:
-            return [self.fence_worker(told.slot, told.incarnation)]
+            return [self.fence_worker(event.slot, event.incarnation)]
         groups = self.state.groups
-        if e.reason is LeaveReason.DONE and 0 < e.origin < groups.origin:
-            return [Reply(Refused(f"the states that began with group {e.origin} are lost: their steps are done again"))]
-        if e.reason is LeaveReason.DONE and e.origin == groups.origin and e.copied > groups.step:
+        if e.reason is LeaveReason.DONE and 0 < e.lineage < groups.lineage:
+            return [
+                Reply(Refused(f"the states that began with group {e.lineage} are lost: their steps are done again"))
+            ]
+        if e.reason is LeaveReason.DONE and e.lineage == groups.lineage and e.copied > groups.step:
             return [Reply(Wait(UNTOLD_WAIT_S))]  # (those who can tell the steps may be lost yet)
         before = self.groups.last_ones_leave()
         self._askers.asks_to_leave(record, e.reason)
         if e.reason is LeaveReason.DONE and not record.stopping:
             self.duty.ended_well(self.members, record)
-        out = self._save_for_leavers(before, told.at)
-        out += self.generations.settle(told.at)
+        out = self._save_for_leavers(before, event.at)
+        out += self.generations.settle(event.at)
         return [self.groups.grouped(0), *out]
 
     def _save_for_leavers(self, before: bool, at: float) -> Out:
@@ -182,10 +184,10 @@ class GroupConcern(Concern):
             out = save_in_time(self.checkpoints, self.job, self.state.groups, why, at, more)
         return out
 
-    def _group_stalled(self, e: GroupStalled, told: Event) -> Out:
-        record = self.members.current(Role.WORKER, told.slot, told.incarnation)
+    def _group_stalled(self, e: GroupStalled, event: Event) -> Out:
+        record = self.members.current(Role.WORKER, event.slot, event.incarnation)
         if record is None:
-            return [self.fence_worker(told.slot, told.incarnation)]
+            return [self.fence_worker(event.slot, event.incarnation)]
         if self.job.over:
             return [OK]
         out: Out = []
@@ -194,35 +196,35 @@ class GroupConcern(Concern):
             if silent is None or silent is record or not silent.running or not self.groups.trains(silent):
                 continue
             m = silent.member
-            reason = f"worker:{told.slot} waits for it in step {e.step} for {e.waited_s:.1f} s, and it is not heard"
+            reason = f"worker:{event.slot} waits for it in step {e.step} for {e.waited_s:.1f} s, and it is not heard"
             why = Decision("stop", f"it was declared lost ({reason}); it must not come back to life")
             out.append(StopProcess(m.node, m.role, m.slot, m.incarnation, 0.0, why))
             inputs: Inputs = {"waited_s": round(e.waited_s, 3), "step": e.step}
-            self.concerns.nodes.await_word(m.node, told.at)
-            out += self.concerns.losses.gone(silent, told.at, reason, inputs)
+            self.concerns.nodes.await_word(m.node, event.at)
+            out += self.concerns.losses.gone(silent, event.at, reason, inputs)
             if self.job.over:
                 return [OK, *out]
-        last, reason = self._stalls.stuck(told.slot, e.generation, e.waited_s, told.at)
+        last, reason = self._stalls.stuck(event.slot, e.generation, e.waited_s, event.at)
         if last is not None:
             m = last.member
             out.append(StopProcess(m.node, m.role, m.slot, m.incarnation, 0.0, Decision("stop", reason)))
             reader: Inputs = {"waited_s": round(e.waited_s, 3), "step": e.step}
-            out += self.concerns.losses.gone(last, told.at, reason, reader, node_lost=True)  # (not the script's fault)
+            out += self.concerns.losses.gone(last, event.at, reason, reader, node_lost=True)  # (not the script's fault)
             if self.job.over:
                 return [OK, *out]
         self._stalls.stalled(e.generation)
-        out += self.generations.settle(told.at)
+        out += self.generations.settle(event.at)
         group = self.state.groups.group
         stale = group is not None and group.generation != e.generation
         return [self.groups.grouped(0) if stale else OK, *out]
 
-    def _steps_committed(self, e: StepsCommitted, told: Event) -> Out:
-        record = self.members.current(Role.WORKER, told.slot, told.incarnation)
+    def _steps_committed(self, e: StepsCommitted, event: Event) -> Out:
+        record = self.members.current(Role.WORKER, event.slot, event.incarnation)
         if record is None:
-            return [self.fence_worker(told.slot, told.incarnation)]
+            return [self.fence_worker(event.slot, event.incarnation)]
         if self.job.over:
             return [OK]
-        out, error = self.steps.committed(e, told)
+        out, error = self.steps.committed(e, event)
         if error:
             return [OK, *out, self.fail(3, error)]
         return [OK, *out]

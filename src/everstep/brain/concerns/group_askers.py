@@ -39,7 +39,7 @@ class GroupAskers(GroupPart):
         dataset = shards.datasets[e.dataset]
         dataset.epochs_known = max(dataset.epochs_known, e.until_epoch)
         known = groups.asked.get(m.slot)
-        ask = Asker(m.incarnation, e.dataset, e.until_epoch, e.batch_samples, e.address, e.mark, copy=e.copy)
+        ask = Asker(m.incarnation, e.dataset, e.until_epoch, e.batch_samples, e.address, e.position, copy=e.copy)
         if known is not None and known.incarnation == m.incarnation:
             ask.synced = known.synced
             ask.leaving = known.leaving if self.reader.member(record) or record.stopping else LeaveReason.STAYS
@@ -49,11 +49,11 @@ class GroupAskers(GroupPart):
 
     def over_for(self, record: SlotRecord, e: GroupAsked) -> bool:
         """Whether the loop of an asker that has the newest state, and is in no group, is over."""
-        newest = self.group_state.cursor(e.dataset)
-        has_it = e.mark is not None and e.mark.step >= newest.step
+        newest = self.group_state.position(e.dataset)
+        has_it = e.position is not None and e.position.step >= newest.step
         return has_it and not self.reader.void and not self.reader.member(record) and newest.epoch >= e.until_epoch
 
-    def told_over(self, record: SlotRecord) -> None:
+    def loop_over(self, record: SlotRecord) -> None:
         """This asker hears that its loop is over. What it had said of following the group comes to nothing: in a group
         it would wait for members that end."""
         self.group_state.passed[record.member.slot] = record.member.incarnation
@@ -64,7 +64,7 @@ class GroupAskers(GroupPart):
     def too_late(self, e: GroupAsked) -> list[InstructionType]:
         """An asker lacks steps, all is trained, and whoever had those has ended well: it came into a group that the
         others never changed over to."""
-        behind = e.mark is None or e.mark.step < self.group_state.step
+        behind = e.position is None or e.position.step < self.group_state.step
         members = self.group_state.group.members if self.group_state.group is not None else ()
         left = [*members, *(x.member for x in self.group_state.leavers)]
         if (
@@ -89,7 +89,7 @@ class GroupAskers(GroupPart):
             )
             return self._steps.confirm(generation) if met else []
         ask = self.reader.ask_of(record)
-        if ask is not None and generation >= self.group_state.origin:
+        if ask is not None and generation >= self.group_state.lineage:
             ask.synced = max(ask.synced, generation)
         return []
 

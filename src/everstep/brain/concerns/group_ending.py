@@ -41,14 +41,14 @@ class GroupEndingConcern(Concern):
             return False
         writing, groups = self.checkpoints.writing, self.state.groups
         if writing is None or writing.reason is not CheckpointReason.FINAL:
-            return not ends_with_checkpoint(self.job.spec) or groups.final_for == groups.origin
+            return not ends_with_checkpoint(self.job.spec) or groups.final_for == groups.lineage
         return (writing.manifest or writing.partial) is not None  # (else the one that writes it may be lost yet)
 
     def _final_replica(self, at: float) -> Out:
         """Have the model written, in mode allreduce: the first worker whose script is over writes what the job ends
         with; another one, if it is lost before that is done."""
         checkpoints, groups = self.checkpoints, self.state.groups
-        if not groups.origin or not ends_with_checkpoint(self.job.spec):
+        if not groups.lineage or not ends_with_checkpoint(self.job.spec):
             return []
         writing = checkpoints.writing
         if checkpoints.stopping or (writing is not None and (writing.manifest or writing.partial) is not None):
@@ -57,12 +57,12 @@ class GroupEndingConcern(Concern):
         through = [s for s in records if self.groups.has_ended(s) and self.groups.has_state(s)]
         if not through:
             return []
-        if groups.final_for == groups.origin:
+        if groups.final_for == groups.lineage:
             if writing is not None and writing.reason is CheckpointReason.FINAL:
                 slots = [s.member.slot for s in through]
                 writing.writer = writing.writer if writing.writer in slots else slots[0]
             return []
-        groups.final_for, checkpoints.last = groups.origin, 0
+        groups.final_for, checkpoints.last = groups.lineage, 0
         out = checkpoints.give_up("scripts have ended, and what they end with is to be written")
         out += checkpoints.begin(self.job, at, CheckpointReason.FINAL, True, self.concerns.training.saved_words())
         if checkpoints.writing is not None:

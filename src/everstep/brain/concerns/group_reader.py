@@ -15,7 +15,7 @@ from everstep.brain.members import Members, SlotRecord
 from everstep.brain.protection import Protection
 from everstep.brain.shards import Shards
 from everstep.ids import Incarnation, Slot
-from everstep.model.group import Group, GroupMember, Mark
+from everstep.model.group import Group, GroupMember, Position
 from everstep.model.member import Role
 from everstep.model.reasons import LeaveReason
 
@@ -40,8 +40,8 @@ class GroupReader:
         self._leaving: dict[tuple[Slot, Incarnation], Leaver] | None = None  # by process; None: changed
 
     @property
-    def start(self) -> tuple[Mark, int]:
-        """Return where a new line begins: the mark, and the checkpoint that has it."""
+    def start(self) -> tuple[Position, int]:
+        """Return where a new lineage begins: the position, and the checkpoint that has it."""
         return replica_start(self.checkpoints)
 
     @property
@@ -51,7 +51,8 @@ class GroupReader:
 
     @property
     def committing(self) -> bool:
-        """Whether a manifest is being written, and so is about to be the newest: no line begins from an older one."""
+        """Whether a manifest is being written, and so is about to be the newest: no lineage begins from an older
+        one."""
         return self.checkpoints.writing is not None and self.checkpoints.writing.manifest is not None
 
     @property
@@ -120,7 +121,7 @@ class GroupReader:
             return False
         if life != m.incarnation or self.living(m.slot, m.incarnation) is None or self._is_cut_off(m):
             return False
-        return generation == groups.origin or generation <= groups.confirmed
+        return generation == groups.lineage or generation <= groups.confirmed
 
     def _is_cut_off(self, m: GroupMember) -> bool:
         """Whether it came back from its way out, and all are lost that could tell what it has missed."""
@@ -139,7 +140,8 @@ class GroupReader:
         return None
 
     def goes_on(self, members: tuple[GroupMember, ...]) -> bool:
-        """Whether the line does: somebody has the state that the journal tells of, and somebody each step behind it."""
+        """Whether the lineage does: somebody has the state that the journal tells of, and somebody each step behind
+        it."""
         return any(map(self.holds, members)) or self._leads_on(members)
 
     def _leads_on(self, members: tuple[GroupMember, ...]) -> bool:
@@ -186,7 +188,7 @@ class GroupReader:
         """Return whether every epoch that was asked for is committed."""
         datasets = [d for d in self.shards.datasets if d.epochs_known]
         return bool(datasets) and all(
-            self.group_state.cursors.get(d.number, (0, 0))[0] >= d.epochs_known for d in datasets
+            self.group_state.positions.get(d.number, (0, 0))[0] >= d.epochs_known for d in datasets
         )
 
     def newcomers(self, synced: bool, members: bool = False) -> list[GroupMember]:
@@ -199,7 +201,7 @@ class GroupReader:
             record = self.living(slot, ask.incarnation)
             if record is None or record.stopping or ask.leaving or ask.over or (slot, ask.incarnation) in inside:
                 continue
-            if not synced or (ask.synced and ask.synced >= self.group_state.origin):
+            if not synced or (ask.synced and ask.synced >= self.group_state.lineage):
                 out.append(self._as_member(record, ask))
         return out
 
@@ -208,7 +210,7 @@ class GroupReader:
         return GroupMember(m.slot, m.incarnation, m.node, ask.address)
 
     def grouped(self, dataset: int) -> Reply:
-        return Reply(Grouped(self.view(), self.group_state.cursor(dataset)))
+        return Reply(Grouped(self.view(), self.group_state.position(dataset)))
 
     def steps_on(self) -> bool:
         """Return whether members have surely committed more than was told, which is so while they train: they tell it
@@ -216,7 +218,7 @@ class GroupReader:
         groups = self.group_state
         group = groups.group
         trains = group is not None and bool(group.members) and not group.hold and not self.data_done()
-        return trains and groups.confirmed >= groups.origin
+        return trains and groups.confirmed >= groups.lineage
 
     def said_done(self, record: SlotRecord) -> bool:
         """Return whether this process told that its script came to its end, with all data trained."""

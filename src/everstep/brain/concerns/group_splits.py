@@ -74,11 +74,11 @@ class StepSplits(GroupPart):
         assert group is not None
         old, slots = group.split, [m.slot for m in group.members]
         before = old.shares or tuple(even(self.reader.samples(), group.size))
-        told = (0,) * group.size if shares or not old.passes else old.passes
+        passes_now = (0,) * group.size if shares or not old.passes else old.passes
         split = StepSplit(
             old.version,
             tuple(shares.get(slot, share) for slot, share in zip(slots, before, strict=True)),
-            tuple(passes.get(slot, n) for slot, n in zip(slots, told, strict=True)),
+            tuple(passes.get(slot, n) for slot, n in zip(slots, passes_now, strict=True)),
             rate,
         )
         now = StepSplit(old.version, before, old.passes or (0,) * group.size, old.rate)

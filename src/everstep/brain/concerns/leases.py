@@ -121,8 +121,8 @@ class LeaseConcern(Concern):
             return [*out, self.fail(1, error)]
         return out + (self.concerns.datasets.epoch_finished(key) if finished else [])
 
-    def _shard_asked(self, e: ShardAsked, told: Event) -> Out:
-        by = told.sender
+    def _shard_asked(self, e: ShardAsked, event: Event) -> Out:
+        by = event.sender
         record = self.members.current(_WORKER, by.slot, by.incarnation)
         if record is None:
             return [self.fence_worker(by.slot, by.incarnation)]
@@ -134,7 +134,7 @@ class LeaseConcern(Concern):
         if granted is not None and (key := granted.get(e.ask)) is not None:
             return [Reply(Granted(shards.leases[key].lease))]
         newest = record.asked.get(number, -1)
-        if e.ask < newest or record.settled.get(number) == e.ask:
+        if e.ask < newest or record.answered.get(number) == e.ask:
             return [self._wait()]  # an old copy of a request whose answer has arrived: nobody listens
         record.asked[number] = e.ask
         dataset = shards.datasets[number]
@@ -222,17 +222,17 @@ class LeaseConcern(Concern):
             return None
         return held
 
-    def _release_hold(self, record: SlotRecord, held: HeldLease, settled: bool) -> None:
-        """Take the lease out of the worker's record. ``settled``: by the worker itself, so it had the answer."""
+    def _release_hold(self, record: SlotRecord, held: HeldLease, answered: bool) -> None:
+        """Take the lease out of the worker's record. ``answered``: by the worker itself, so it had the answer."""
         record.held.remove(held.shard)
         granted = record.granted.get(held.dataset)
         if granted is not None:
             granted.pop(held.ask, None)
-        if settled and held.ask >= 0:
-            record.settled[held.dataset] = max(held.ask, record.settled.get(held.dataset, -1))
+        if answered and held.ask >= 0:
+            record.answered[held.dataset] = max(held.ask, record.answered.get(held.dataset, -1))
 
-    def _shard_done(self, e: ShardDone, told: Event) -> Out:
-        by = told.sender
+    def _shard_done(self, e: ShardDone, event: Event) -> Out:
+        by = event.sender
         record = self.members.current(_WORKER, by.slot, by.incarnation)
         if record is None:
             return [self.fence_worker(by.slot, by.incarnation)]
@@ -243,16 +243,16 @@ class LeaseConcern(Concern):
             return [Reply(Refused(f"lease {lease_words(e.lease)} of {self.shards.name(e.shard)} is not current"))]
         dead = self.concerns.placement.reader.unacknowledged(e.servers, e.route)
         if dead:
-            self._release_hold(record, held, settled=True)
+            self._release_hold(record, held, answered=True)
             self.shards.take_back(e.shard, 0)
             return [Reply(Refused(f"reopened: {dead}")), self._returned_note(record, held, dead)]
-        self._release_hold(record, held, settled=True)
+        self._release_hold(record, held, answered=True)
         record.done.append(held.no)
         if len(record.done) > DONE_REMEMBERED:
             del record.done[0]
         record.streak, record.failures = 0, 0
         skipped = sum(hi - lo for lo, hi in e.skipped)
-        finished = self.shards.done(e.shard, skipped, told.at)
+        finished = self.shards.done(e.shard, skipped, event.at)
         out: Out = [OK]
         if skipped:
             ranges = ", ".join(f"{lo}..{hi - 1}" for lo, hi in e.skipped)
@@ -265,24 +265,24 @@ class LeaseConcern(Concern):
             out += self.checkpoints.release_due(self.job, self.shards, finished=False)
         return out
 
-    def _shard_returned(self, e: ShardReturned, told: Event) -> Out:
-        record = self.members.current(_WORKER, told.slot, told.incarnation)
+    def _shard_returned(self, e: ShardReturned, event: Event) -> Out:
+        record = self.members.current(_WORKER, event.slot, event.incarnation)
         if record is None:
-            return [self.fence_worker(told.slot, told.incarnation)]
+            return [self.fence_worker(event.slot, event.incarnation)]
         held = self._held_by(record, e.shard, e.lease)
         if held is None:
             return [OK]
-        self._release_hold(record, held, settled=True)
+        self._release_hold(record, held, answered=True)
         self.shards.take_back(e.shard, 0)
         self._keep_in_its_loop(record, e.shard)
         return [OK] if e.late else [OK, self._returned_note(record, held, e.reason or "given back")]
 
-    def _lease_expired(self, e: LeaseExpired, told: Event) -> Out:
+    def _lease_expired(self, e: LeaseExpired, event: Event) -> Out:
         held = self.shards.leases.get(e.shard)
         if held is None or held.no != e.lease or self.job.over:
             return []
         record = self.members.workers[held.worker]
-        self._release_hold(record, held, settled=False)
+        self._release_hold(record, held, answered=False)
         self.shards.take_back(e.shard, 0)
         self._keep_in_its_loop(record, e.shard)
         why = Decision(
@@ -300,7 +300,7 @@ class LeaseConcern(Concern):
         """Take the leases of a lost worker back. ``first``: what it worked on, if that may be why."""
         out = self.drop_leases(record, f"{record.member.key} was lost")
         if first is not None:
-            position = max((told for no, told in progress if no == first.no), default=first.start)
+            position = max((found for no, found in progress if no == first.no), default=first.start)
             if position > self.shards.kills_at.get(first.shard, first.start):
                 record.streak = 1  # it got on; only those that get nowhere use up the restarts
             out += self._blame(first.shard, position, record.member.key)

@@ -21,7 +21,7 @@ class LifetimeConcern(Concern):
             SpendingNoted: self._spending_noted,
         }
 
-    def _master_started(self, e: MasterStarted, told: Event) -> Out:
+    def _master_started(self, e: MasterStarted, event: Event) -> Out:
         job = self.job
         if e.incarnation <= job.master_incarnation:
             return []
@@ -33,7 +33,7 @@ class LifetimeConcern(Concern):
         out: Out = []
         if first:
             job.spec = e.spec
-            job.started_at = told.at
+            job.started_at = event.at
             job.workers_wanted, job.ps_wanted = e.spec.workers, e.spec.ps
             self.concerns.compose()
             why = self.concerns.training.begun_words()
@@ -59,11 +59,11 @@ class LifetimeConcern(Concern):
             out.append(FinishJob(cast(int, job.exit_code), job.error))
         return out
 
-    def _spending_noted(self, e: SpendingNoted, told: Event) -> Out:
+    def _spending_noted(self, e: SpendingNoted, event: Event) -> Out:
         self.state.spent = e.spent
         return []
 
-    def _remark_made(self, e: RemarkMade, told: Event) -> Out:
+    def _remark_made(self, e: RemarkMade, event: Event) -> Out:
         if self.job.over:
             return [Reply(Refused("the job is over"))]
         return [OK, Note("", Decision("remark", e.text))]

@@ -44,7 +44,7 @@ class NodeConcern(Concern):
     def validate(self) -> None:
         self.members.validate()
 
-    def _capacity_changed(self, e: CapacityChanged, told: Event) -> Out:
+    def _capacity_changed(self, e: CapacityChanged, event: Event) -> Out:
         inputs: Inputs = {} if e.recorded_s is None else {"recorded_s": round(e.recorded_s, 1)}
         words = offer_words(Offer(e.hardware, e.zone, e.market, e.price))
         out: Out = [OK, Note(e.node, Decision(e.step.value, words, inputs))]
@@ -52,16 +52,16 @@ class NodeConcern(Concern):
         gone = e.step in (CapacityStep.TAKEN_BACK, CapacityStep.GIVEN_BACK)
         if gone and node is not None and node.returns < (e.life + 1) * RETURNS_A_LIFE:
             # (else the word is late: a later machine of that name has said hello already)
-            out += self._node_lost(NodeLost(e.node, f"its machine was {e.step.value}"), told)
+            out += self._node_lost(NodeLost(e.node, f"its machine was {e.step.value}"), event)
         return out
 
-    def _node_joined(self, e: NodeJoined, told: Event) -> Out:
+    def _node_joined(self, e: NodeJoined, event: Event) -> Out:
         job, members = self.job, self.members
         node = members.nodes.get(e.node)
         out: Out = [OK]
         if node is None:
             node = Node(e.node, e.host, e.worker_places, e.ps_places)
-            node.returns, node.since, node.counted = e.returns, told.at, job.spec.master_alone
+            node.returns, node.since, node.counted = e.returns, event.at, job.spec.master_alone
             if e.node != HOME_NODE and e.worker_places > 0 and not job.over and not node.counted:
                 most = job.spec.max_workers
                 room = max(0, most - job.workers_wanted) if most else e.worker_places
@@ -78,12 +78,12 @@ class NodeConcern(Concern):
                 node.draining, node.returns = False, e.returns  # what it was to be emptied for is over
             if not node.alive:
                 out.append(Note(e.node, Decision("node back", "its agent said hello again", {"host": e.host})))
-                node.since = told.at
+                node.since = event.at
             node.host, node.worker_places, node.ps_places, node.alive = e.host, e.worker_places, e.ps_places, True
         members.joined(node)
         node.quiet_since = 0.0
         node.machine, node.zone, node.market = e.machine, e.zone, e.market
-        out += self._gather(told.at)
+        out += self._gather(event.at)
         if e.node != HOME_NODE and e.ps_places > 0 and self.state.placement is not None:
             self.state.protection.uneven = True
         runs: set[tuple[Role, Slot, Incarnation]] = set()
@@ -92,7 +92,7 @@ class NodeConcern(Concern):
             if record is not None and incarnation > record.member.incarnation:
                 out += self.concerns.training.take_back(record, "its place was taken by a later process")
                 self.concerns.training.ended(record, clean=False)
-                record = members.adopt(role, slot, incarnation, e.node, told.at)
+                record = members.adopt(role, slot, incarnation, e.node, event.at)
             if (
                 job.over
                 or record is None
@@ -122,14 +122,14 @@ class NodeConcern(Concern):
             elif member.role is Role.PS:
                 # Its loss is final, and this word may be an old one: let its own silence prove it.
                 if member.state is MemberState.ALIVE:
-                    self.members.set_state(record, MemberState.SUSPECT, told.at)
+                    self.members.set_state(record, MemberState.SUSPECT, event.at)
                     why = Decision("suspect", f"the agent of {e.node} does not list it")
                     out.append(Note(str(member.key), why))
             else:
-                out += self.concerns.losses.gone(record, told.at, "its agent no longer runs it", {"node": e.node})
+                out += self.concerns.losses.gone(record, event.at, "its agent no longer runs it", {"node": e.node})
                 if job.over:
                     return out
-        return out + self.concerns.processes.fill(told.at)
+        return out + self.concerns.processes.fill(event.at)
 
     def _gather(self, at: float) -> Out:
         """A node has joined: whether the job waits for more before it begins."""
@@ -146,16 +146,16 @@ class NodeConcern(Concern):
         words = f"for {wanted} nodes, {job.spec.nodes_wait_s:g} s at most; {there} is there"
         return [Note("", Decision("wait", words, {"nodes": wanted, "nodes_wait_s": job.spec.nodes_wait_s}))]
 
-    def _nodes_due(self, e: NodesDue, told: Event) -> Out:
+    def _nodes_due(self, e: NodesDue, event: Event) -> Out:
         job = self.job
         if not job.waits_for_nodes or job.over:
             return []
         job.gathered = True
         there = sum(node.alive for node in self.members.nodes.values())
         words = f"{there} of {job.spec.nodes} nodes have joined within {job.spec.nodes_wait_s:g} s: with what there is"
-        return [Note("", Decision("begin", words)), *self.concerns.processes.fill(told.at)]
+        return [Note("", Decision("begin", words)), *self.concerns.processes.fill(event.at)]
 
-    def _node_lost(self, e: NodeLost, told: Event) -> Out:
+    def _node_lost(self, e: NodeLost, event: Event) -> Out:
         node = self.members.nodes.get(e.node)
         if node is None or not node.alive:
             return []
@@ -166,16 +166,16 @@ class NodeConcern(Concern):
         records = [record for record in self.members.on(e.node) if record.running]
         for record in records:  # all at once: none of them is to take over from another one
             if record.member.role is Role.PS and not record.stopping:
-                self.members.set_state(record, MemberState.LOST, told.at)
+                self.members.set_state(record, MemberState.LOST, event.at)
         out: Out = [
             Note(e.node, Decision("node lost", e.reason, {"members": ", ".join(str(s.member.key) for s in records)}))
         ]
         rooms, why = Rooms(self.members, Role.WORKER), f"its node {e.node} was lost: {e.reason}"
         for record in records:
-            out += self.concerns.losses.gone(record, told.at, why, {"node": e.node}, node_lost=True, counted=rooms)
+            out += self.concerns.losses.gone(record, event.at, why, {"node": e.node}, node_lost=True, counted=rooms)
             if self.job.over:
                 return out
-        return out + self.concerns.processes.fill(told.at)
+        return out + self.concerns.processes.fill(event.at)
 
     def await_word(self, node: NodeId, at: float) -> None:
         """A process of this node was silent for too long: it alone, or a node that is cut off. One that is started
@@ -183,9 +183,9 @@ class NodeConcern(Concern):
         if (known := self.members.nodes.get(node)) is not None:
             known.quiet_since = at
 
-    def node_heard(self, e: NodeHeard, told: Event) -> Out:
+    def node_heard(self, e: NodeHeard, event: Event) -> Out:
         node = self.members.nodes.get(e.node)
         if node is None or not node.quiet_since:
             return []
         node.quiet_since = 0.0
-        return self.concerns.processes.fill(told.at)
+        return self.concerns.processes.fill(event.at)

@@ -57,7 +57,7 @@ class PartitionReports(PartitionPart):
         self.mirrors_ready(slot, holds.mirrors)
         self.partitions_ready(slot, holds.placement, holds.partitions)
 
-    def told(self, slot: Slot, e: MirrorsReady | PartitionsReady) -> list[InstructionType]:
+    def reported(self, slot: Slot, e: MirrorsReady | PartitionsReady) -> list[InstructionType]:
         """A ps tells what is whole there."""
         if isinstance(e, MirrorsReady):
             self.mirrors_ready(slot, e.mirrors)

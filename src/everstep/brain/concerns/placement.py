@@ -41,8 +41,8 @@ class PlacementConcern(Concern):
 
     def handlers(self) -> Handlers:
         return {
-            MirrorsReady: self._ps_told,
-            PartitionsReady: self._ps_told,
+            MirrorsReady: self._ps_reported,
+            PartitionsReady: self._ps_reported,
             LoadFailed: self._load_failed,
             HotPartitions: self._hot_partitions,
         }
@@ -111,28 +111,28 @@ class PlacementConcern(Concern):
                 out.append(self.concerns.processes.send_away(record, Decision("stop", "others have all that it held")))
         return out + self.reports.covers()
 
-    def _ps_told(self, e: MirrorsReady | PartitionsReady, told: Event) -> Out:
-        record = self.members.current(Role.PS, told.slot, told.incarnation)
+    def _ps_reported(self, e: MirrorsReady | PartitionsReady, event: Event) -> Out:
+        record = self.members.current(Role.PS, event.slot, event.incarnation)
         if record is None:
-            return [Reply(Fenced(f"ps:{told.slot} #{told.incarnation} was replaced"))]
+            return [Reply(Fenced(f"ps:{event.slot} #{event.incarnation} was replaced"))]
         if self.job.over:
             return [OK]
-        out = self.reports.told(told.slot, e)
+        out = self.reports.reported(event.slot, e)
         if isinstance(e, PartitionsReady) and e.how is Arrival.STUCK:
-            return [OK, *out, *self.settle_map(f"ps:{told.slot} cannot get what it was given")]
+            return [OK, *out, *self.settle_map(f"ps:{event.slot} cannot get what it was given")]
         record.streak = 0  # it got somewhere
         return [OK, *out, *self.settle_map()]
 
-    def _load_failed(self, e: LoadFailed, told: Event) -> Out:
-        record = self.members.current(Role.PS, told.slot, told.incarnation)
+    def _load_failed(self, e: LoadFailed, event: Event) -> Out:
+        record = self.members.current(Role.PS, event.slot, event.incarnation)
         if record is None:
-            return [Reply(Fenced(f"ps:{told.slot} #{told.incarnation} was replaced"))]
+            return [Reply(Fenced(f"ps:{event.slot} #{event.incarnation} was replaced"))]
         if self.job.over:
             return [OK]
-        out = self.reports.load_failed(told.slot, e)
+        out = self.reports.load_failed(event.slot, e)
         if self.checkpoints.aside:
             return [OK, *out, self.fail(4, self.checkpoints.aside_words)]
-        return [OK, *out, *self.settle_map(f"ps:{told.slot} cannot load bucket {e.partition}")]
+        return [OK, *out, *self.settle_map(f"ps:{event.slot} cannot load bucket {e.partition}")]
 
     def died_loading(self, record: SlotRecord, reason: str, status: int) -> Out:
         """Handle that a ps crashed: if it was loading, that may have been why."""
@@ -144,7 +144,7 @@ class PlacementConcern(Concern):
             out += self.checkpoints.load_failed(checkpoint, f"ps:{slot}", f"{reason} while it loaded it")
         return out
 
-    def _hot_partitions(self, e: HotPartitions, told: Event) -> Out:
+    def _hot_partitions(self, e: HotPartitions, event: Event) -> Out:
         """Move them, if nothing else is on its way and no policy divides them: it goes by time where this goes by rows,
         so one would take back what the other gives."""
         plan = self.state.control.plan

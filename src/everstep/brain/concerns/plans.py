@@ -33,7 +33,7 @@ class PlanConcern(Concern):
             PolicyDisabled: self._policy_disabled,
         }
 
-    def _policy_disabled(self, e: PolicyDisabled, told: Event) -> Out:
+    def _policy_disabled(self, e: PolicyDisabled, event: Event) -> Out:
         control = self.state.control
         if control.disabled or self.job.over:
             return []
@@ -42,7 +42,7 @@ class PlanConcern(Concern):
         inputs: Inputs = {"policy": e.policy, "plans": control.version}
         return [Note("", Decision("disable the policy", words, inputs))]
 
-    def _plan_made(self, e: PlanMade, told: Event) -> Out:
+    def _plan_made(self, e: PlanMade, event: Event) -> Out:
         """Do all of it, or nothing: members may have come and gone since the policy looked."""
         control, plan, training = self.state.control, e.plan, self.concerns.training
         if self.job.over or control.disabled:
@@ -82,16 +82,16 @@ class PlanConcern(Concern):
         if adjusts:
             out += training.divide(plan, adjusts, here[Role.WORKER])
         for action in plan.actions:
-            out += self._act(action, decision, told)
+            out += self._act(action, decision, event)
         return [x for x in out if not isinstance(x, Reply)]
 
-    def _act(self, action: Action, decision: Decision, told: Event) -> Out:
+    def _act(self, action: Action, decision: Decision, event: Event) -> Out:
         match action:
             case KillRestart(role=role, slot=slot):
                 record = self.members.of(role)[slot]
                 before, record.avoid = record.avoid, record.member.node
                 if role is Role.PS:
-                    out = self.concerns.processes.drain(DrainAsked(str(record.member.key), 0.0, again=True), told)
+                    out = self.concerns.processes.drain(DrainAsked(str(record.member.key), 0.0, again=True), event)
                     if isinstance(out[0], Reply) and isinstance(refused := out[0].answer, Refused):
                         record.avoid = before
                         return [Note("", Decision("drop a plan", f"{decision}: {refused.error}"))]
@@ -102,7 +102,7 @@ class PlanConcern(Concern):
                         )
                     ]
                 self.state.control.restarts += 1
-                self.state.control.restarted_at = told.at
+                self.state.control.restarted_at = event.at
                 return out
             case MovePartitions(owners=owners):
                 placement = self.state.placement
@@ -117,7 +117,7 @@ class PlanConcern(Concern):
                     else []
                 )
             case Scale(workers=count):
-                return self.concerns.processes.scale_workers(count, told.at)
+                return self.concerns.processes.scale_workers(count, event.at)
             case BackupWorkers(backup=backup):
                 self.state.control.backup = backup  # from the next step on: see brain.step_scheduler
                 return []

@@ -122,7 +122,7 @@ class ProcessConcern(Concern):
         grace_s = grace_s or STOP_GRACE_S
         return StopProcess(m.node, m.role, m.slot, m.incarnation, grace_s, why)
 
-    def _scale_asked(self, e: ScaleAsked, told: Event) -> Out:
+    def _scale_asked(self, e: ScaleAsked, event: Event) -> Out:
         """All or nothing: a plan for both roles is refused as a whole."""
         job = self.job
         if job.over:
@@ -145,9 +145,9 @@ class ProcessConcern(Concern):
                 return [Reply(Refused(error))]
         out: Out = [OK]
         if Role.PS in wanted:  # first: where there are more of both, the rows have a place when the workers come
-            out += self.concerns.ps_slots.scale(wanted[Role.PS], told.at)
+            out += self.concerns.ps_slots.scale(wanted[Role.PS], event.at)
         if Role.WORKER in wanted:
-            out += self.scale_workers(wanted[Role.WORKER], told.at)
+            out += self.scale_workers(wanted[Role.WORKER], event.at)
         return out
 
     def scale_workers(self, count: int, at: float) -> Out:
@@ -179,7 +179,7 @@ class ProcessConcern(Concern):
                 out += self.start(Role.WORKER, slot, at, why, rooms)
         return out
 
-    def drain(self, e: DrainAsked, told: Event) -> Out:
+    def drain(self, e: DrainAsked, event: Event) -> Out:
         """Empty a member, or all members of a node, so that nothing is lost when it goes."""
         if self.job.over:
             return [Reply(Refused("the job is over"))]

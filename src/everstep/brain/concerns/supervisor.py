@@ -87,11 +87,11 @@ class SupervisorConcern(Concern):
 
     # ------------------------------------------------------------ facts
 
-    def _suspend_asked(self, e: SuspendAsked, told: Event) -> Out:
+    def _suspend_asked(self, e: SuspendAsked, event: Event) -> Out:
         if self.job.over or self.checkpoints.stopping:
-            return [OK, *self._hurry(e, told.at)]  # (it ends already, and keeps its state safe)
-        out = self._suspend(e.reason, told.at, by_itself=False)
-        return [OK, *out, *self._hurry(e, told.at)]
+            return [OK, *self._hurry(e, event.at)]  # (it ends already, and keeps its state safe)
+        out = self._suspend(e.reason, event.at, by_itself=False)
+        return [OK, *out, *self._hurry(e, event.at)]
 
     def _hurry(self, e: SuspendAsked, at: float) -> Out:
         """The job is being suspended: this is how long its last checkpoint may take; an earlier time counts."""
@@ -105,10 +105,10 @@ class SupervisorConcern(Concern):
         words = f"the checkpoint has {e.deadline_s:.1f} s; else the job is suspended with the one before"
         return [Note("", Decision("suspend in time", words, {"deadline_s": round(e.deadline_s, 1)}))]
 
-    def _due(self, e: SupervisionDue, told: Event) -> Out:
+    def _due(self, e: SupervisionDue, event: Event) -> Out:
         return []  # (what follows from the time, ``settle`` says)
 
-    def _unsuspended(self, e: JobUnsuspended, told: Event) -> Out:
+    def _unsuspended(self, e: JobUnsuspended, event: Event) -> Out:
         """The job goes on in a new run of its master. Nothing that ran before runs any more."""
         job, supervision = self.job, self.state.supervision
         if job.phase is not Phase.SUSPENDED or e.number != supervision.suspensions:
@@ -117,7 +117,7 @@ class SupervisorConcern(Concern):
         begun = self.state.placement is not None or self.state.groups.group is not None
         job.phase = Phase.TRAINING if begun else Phase.STARTING
         job.anyway, job.gathered, job.nodes_due_at = False, False, 0.0
-        supervision.suspending, supervision.begun, supervision.told, supervision.goes_on = "", False, "", True
+        supervision.suspending, supervision.begun, supervision.announced, supervision.goes_on = "", False, "", True
         supervision.short_since = supervision.enough_since = supervision.suspend_by = 0.0
         supervision.on_demand, supervision.stand_ins, supervision.spot_since = 0, [], 0.0
         self.checkpoints.go_on()
@@ -125,7 +125,7 @@ class SupervisorConcern(Concern):
             node.alive, node.draining, node.quiet_since = False, False, 0.0
         self.duty.undone()
         for record in self.members.all():
-            self._begins_anew(record, told.at)
+            self._begins_anew(record, event.at)
         out: Out = [Note("", Decision("unsuspend", e.reason, {"suspensions": supervision.suspensions}))]
         protection = self.state.protection
         protection.leaving[:] = [slot for slot in protection.leaving if slot >= job.ps_wanted]
@@ -188,7 +188,7 @@ class SupervisorConcern(Concern):
                 supervision.due_at, job.anyway = steady_at, anyway
                 return []
         supervision.short_since = supervision.enough_since = 0.0
-        supervision.told = ""
+        supervision.announced = ""
         return []
 
     def _suspend_in_time(self, at: float, due: bool) -> Out:
@@ -245,9 +245,9 @@ class SupervisorConcern(Concern):
                 job.anyway = True
                 supervision.lack = self._lack()
                 return [Note("", Decision("run with fewer", words, inputs))]
-            if supervision.told == supervision.lack:
+            if supervision.announced == supervision.lack:
                 return []
-            supervision.told = supervision.lack
+            supervision.announced = supervision.lack
             return [Note("", Decision("wait on", f"{words}: nobody is there to run with", inputs))]
         return self._suspend(words, at, by_itself=True)
 

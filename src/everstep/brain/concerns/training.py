@@ -202,9 +202,9 @@ class LeaseTraining(Training):
     def handlers(self) -> Handlers:
         return {GroupAsked: self._group_asked}
 
-    def _group_asked(self, e: GroupAsked, told: Event) -> Out:
-        if self.members.current(Role.WORKER, told.slot, told.incarnation) is None:
-            return [self.fence_worker(told.slot, told.incarnation)]
+    def _group_asked(self, e: GroupAsked, event: Event) -> Out:
+        if self.members.current(Role.WORKER, event.slot, event.incarnation) is None:
+            return [self.fence_worker(event.slot, event.incarnation)]
         return [Reply(Refused("this job trains in mode ps: start it with --mode allreduce, or use job.sparse"))]
 
     def begun_words(self) -> str:

@@ -43,7 +43,7 @@ PATIENCE_MAX = 48
 DOUBT_MAX = 16.0  # times the patience
 SETTLE = 6  # windows in which no partition changed hands: what was asked for and has not moved yet will not
 SPELL = 30  # windows: slowness that lasted longer was no moment
-TOLD = 32  # partitions that a decision names; the plan has all of them
+ANNOUNCED = 32  # partitions that a decision names; the plan has all of them
 KEPT = 10  # windows that are remembered of each ps
 HOT = 1.5  # times the work of as many partitions
 TELLING = 1.5  # so many times more or less work shows what is fixed of a part
@@ -203,9 +203,9 @@ def divide_partitions(
     servers = {s.slot: s for s in seen.servers}
     records = {slot: state.records[slot, s.incarnation] for slot, s in servers.items()}
     patience = {slot: state.windows(slot) for slot in servers}
-    sure = [v for v in verdicts if records[v.slot].clean >= AGAIN]
-    late = [v for v in sure if records[v.slot].late >= patience[v.slot] and v.slow]
-    early = [v for v in sure if records[v.slot].early >= patience[v.slot]]
+    clean_records = [v for v in verdicts if records[v.slot].clean >= AGAIN]
+    late = [v for v in clean_records if records[v.slot].late >= patience[v.slot] and v.slow]
+    early = [v for v in clean_records if records[v.slot].early >= patience[v.slot]]
     have = {slot: s.partitions for slot, s in servers.items()}
     level = dict(zip(have, even(sum(have.values()), len(have)), strict=True))
     uneven = state.rounds > 0 and _slower(records, have, level, state.fixed) > WORTH  # (and it was not so before)
@@ -251,7 +251,7 @@ def divide_partitions(
     }
     inputs |= {"windows": windows, "faster": round(now_s / then_s, 3), "buckets": len(owners)}
     inputs |= {"fixed": round(state.fixed, 2)}
-    inputs |= {f"bucket {b}": f"to ps:{slot}" for b, slot in list(owners.items())[:TOLD]}
+    inputs |= {f"bucket {b}": f"to ps:{slot}" for b, slot in list(owners.items())[:ANNOUNCED]}
     plan = Plan(actions=(MovePartitions(owners=owners),), decision=Decision(action, words, inputs, (rejected,)))
     state = msgspec.structs.replace(state, wanted=wanted, waits=SETTLE, rounds=state.rounds + 1, before=have)
     return plan, state

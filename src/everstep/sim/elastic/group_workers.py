@@ -18,7 +18,7 @@ from everstep.brain.events import (
     by_worker,
 )
 from everstep.ids import Incarnation, Slot
-from everstep.model.group import Committed, Group, Mark
+from everstep.model.group import Committed, Group, Position
 from everstep.model.member import Role
 from everstep.model.reasons import LeaveReason
 from everstep.model.snapshot import CheckpointFile, ReplicaCopy
@@ -58,7 +58,7 @@ class GroupWorkers:
         self._newest: Group | None = None
         self._run: Run | None = None
         self._workers: dict[Life, VirtualProcess] = {}
-        self._copying: dict[Life, int] = {}  # the line of states that a newcomer copies
+        self._copying: dict[Life, int] = {}  # the lineage that a newcomer copies
         self._telling = False
         self._share = 1.0
         self._armed = 0
@@ -92,16 +92,16 @@ class GroupWorkers:
     def _copy(self, worker: VirtualProcess) -> None:
         """Have it copy the state of the line that trains, if one does."""
         groups, life = self._job.brain.state.groups, (worker.slot, worker.incarnation)
-        if not groups.origin or self._copying.get(life) == groups.origin or groups.group is None:
+        if not groups.lineage or self._copying.get(life) == groups.lineage or groups.group is None:
             return
         if groups.group.rank(*life) >= 0:
             return
-        self._copying[life] = groups.origin
-        self._job.after(self._job.model.copy_s, self._copied, worker, groups.origin)
+        self._copying[life] = groups.lineage
+        self._job.after(self._job.model.copy_s, self._copied, worker, groups.lineage)
 
-    def _copied(self, worker: VirtualProcess, origin: int) -> None:
+    def _copied(self, worker: VirtualProcess, lineage: int) -> None:
         groups = self._job.brain.state.groups
-        if not worker.alive or worker.leaving or groups.origin != origin:
+        if not worker.alive or worker.leaving or groups.lineage != lineage:
             return
         self._job.tell(GroupSynced(groups.generations), by_worker(worker.slot, worker.incarnation))
 
@@ -134,7 +134,7 @@ class GroupWorkers:
 
     def _ranges(self, run: Run, steps: int) -> list[Committed]:
         groups, work = self._job.brain.state.groups, self._job.work
-        first, (epoch, position) = groups.step, groups.cursors.get(0, (0, 0))
+        first, (epoch, position) = groups.step, groups.positions.get(0, (0, 0))
         out: list[Committed] = []
         while steps > 0 and epoch < work.epochs:
             take = min(steps, -(-(work.epoch_samples - position) // run.samples))
@@ -146,7 +146,7 @@ class GroupWorkers:
 
     def _steps_left(self, run: Run) -> int:
         work = self._job.work
-        epoch, position = self._job.brain.state.groups.cursors.get(0, (0, 0))
+        epoch, position = self._job.brain.state.groups.positions.get(0, (0, 0))
         if epoch >= work.epochs:
             return 0
         whole = -(-work.epoch_samples // run.samples)
@@ -209,7 +209,7 @@ class GroupWorkers:
             return  # (another split of the same group, which virtual workers do not follow)
         whole = run is not None and run.end is None
         delay_s = job.model.switch_s if whole else job.model.meet_s
-        if group.origin == group.generation:  # nobody had a state
+        if group.lineage == group.generation:  # nobody had a state
             delay_s += job.model.restore_s if group.restore else 0.0
             self._copying.clear()
         job.kernel.after(delay_s, self._meet, group, whole)
@@ -280,11 +280,11 @@ class GroupWorkers:
         run = self._run
         if run is not None and run.end is None:
             run.begun += took_s * job.model.stall
-        mark = groups.cursor(0)
-        job.after(took_s, self._written, checkpoint, mark, groups.origin)
+        position = groups.position(0)
+        job.after(took_s, self._written, checkpoint, position, groups.lineage)
         return True
 
-    def _written(self, checkpoint: int, mark: Mark, origin: int) -> None:
+    def _written(self, checkpoint: int, position: Position, lineage: int) -> None:
         job = self._job
         writing = job.brain.checkpoints.writing
         if writing is None or writing.number != checkpoint or self._newest is None:
@@ -294,5 +294,5 @@ class GroupWorkers:
         if writer is None:
             return
         file = CheckpointFile(f"images/{checkpoint:06d}/replica-v", 1, "")
-        copy = ReplicaCopy(mark=mark, file=file, origin=origin)
+        copy = ReplicaCopy(position=position, file=file, lineage=lineage)
         job.tell(ReplicaWritten(checkpoint, copy), by_worker(writer.slot, writer.incarnation))

@@ -90,7 +90,7 @@ class RecordedJob:
             case GroupAsked():
                 self._begins(life, at)
                 self._batch = fact.batch_samples
-                if fact.mark is None and self.brain.state.groups.group is not None:
+                if fact.position is None and self.brain.state.groups.group is not None:
                     self._asked.setdefault(life, at)
             case GroupSynced() if life in self._asked:
                 self._copies.append(at - self._asked.pop(life))
@@ -130,7 +130,7 @@ class RecordedJob:
                 self._ordered[one.slot, one.incarnation] = at + one.after_s
             case PublishGroup(group=group):
                 self._sizes[group.generation] = group.size
-                if group.lost and group.origin < group.generation and not group.hold:
+                if group.lost and group.lineage < group.generation and not group.hold:
                     self._lost.setdefault(group.generation, at)
             case OrderSnapshots(checkpoint=number):
                 self._ordered_at.setdefault(number, at)

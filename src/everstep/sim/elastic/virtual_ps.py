@@ -114,8 +114,8 @@ class VirtualPs:
             if epoch is not None:
                 number, _, index = split_key(key)
                 marks.append((key, shards.datasets[number].plan.bounds(index)[1]))
-        for number, (epoch_number, position) in groups.cursors.items():
-            marks.append((shard_key(number, epoch_number, 0), position))
+        for number, (epoch_number, sample) in groups.positions.items():
+            marks.append((shard_key(number, epoch_number, 0), sample))
             if epoch_number:
                 samples = shards.datasets[number].plan.samples
                 marks.append((shard_key(number, epoch_number - 1, 0), samples))

@@ -10,7 +10,7 @@ from torch import nn
 from everstep.allreduce.state import ReplicaState
 from everstep.allreduce.step_log import Did, Recorder, replay
 from everstep.errors import CheckpointError
-from everstep.model.group import Mark
+from everstep.model.group import Position
 
 
 def follow(run: Run, copy: ReplicaState, recorder: Recorder, steps: int, **how: bool) -> None:
@@ -18,7 +18,7 @@ def follow(run: Run, copy: ReplicaState, recorder: Recorder, steps: int, **how: 
         run.step(**how)
         did = recorder.boundary()
         assert did is not None, recorder.broken
-        replay(copy, did.mark, did.parts, "a step")
+        replay(copy, did.position, did.parts, "a step")
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd", "adagrad"])
@@ -48,10 +48,10 @@ def test_a_step_without_an_optimizer_and_one_with_two_calls() -> None:
     run, copy = Run(0), Run(1)
     copy.state.load(run.state.snapshot())
     recorder = Recorder(run.state)
-    run.state.mark = Mark(1, 0, 0, 16)  # skipped: nothing was applied
+    run.state.position = Position(1, 0, 0, 16)  # skipped: nothing was applied
     did = recorder.boundary()
     assert did is not None and len(did.parts) == 1
-    replay(copy.state, did.mark, did.parts, "a step")
+    replay(copy.state, did.position, did.parts, "a step")
     assert copy.state.digest() == run.state.digest()
     for p in run.model.parameters():
         p.grad = torch.ones_like(p)
@@ -59,10 +59,10 @@ def test_a_step_without_an_optimizer_and_one_with_two_calls() -> None:
     run.optimizers[0].param_groups[0]["lr"] *= 3  # a learning-rate rule round the inner step
     run.optimizers[0].step()
     run.optimizers[0].param_groups[0]["lr"] /= 3
-    run.state.mark = Mark(2, 0, 0, 32)
+    run.state.position = Position(2, 0, 0, 32)
     did = recorder.boundary()
     assert did is not None and len(did.parts) == 3
-    replay(copy.state, did.mark, did.parts, "a step")
+    replay(copy.state, did.position, did.parts, "a step")
     assert copy.state.digest() == run.state.digest()
 
 
@@ -77,7 +77,7 @@ def test_carried_gradients_and_parameters_without_gradient() -> None:
     run.state.carried = True
     did = recorder.boundary()
     assert did is not None
-    replay(copy.state, did.mark, did.parts, "a step")
+    replay(copy.state, did.position, did.parts, "a step")
     assert copy.state.digest() == run.state.digest() and copy.state.carried
 
 
@@ -113,4 +113,4 @@ def test_a_step_of_another_model_is_refused() -> None:
     model = nn.Linear(2, 2)
     other = ReplicaState([model], [torch.optim.SGD(model.parameters(), lr=0.1)] * 2, {})
     with pytest.raises(CheckpointError, match=r"is not|of another model|groups of parameters"):
-        replay(other, did.mark, did.parts, "a step")
+        replay(other, did.position, did.parts, "a step")
