@@ -30,6 +30,7 @@ void Bucket::clear() {
   owned = false;
   phase = Phase::kEmpty;
   protect = snapshot = false;
+  open = Open();
   for (auto& r : rows) r->clear();
   set_marks(blob::Marks{}, 0);
 }

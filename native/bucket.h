@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -31,7 +32,7 @@ struct alignas(64) Bucket {
   Phase phase = Phase::kEmpty;
   bool protect = false;   // changes go to the outbox
   bool snapshot = false;  // one is being read
-  int64_t seq = 0;        // changes so far, of any kind
+  int64_t seq = 0;        // changes so far, of any kind; the last one may be open
   int64_t clock = 0;      // pushes applied
   uint64_t fingerprint = 0;
   std::unordered_map<int64_t, ShardMark> shards;
@@ -40,6 +41,15 @@ struct alignas(64) Bucket {
   uint64_t generation = 1;                   // of pages, see Rows; grows with every snapshot
   std::vector<std::unique_ptr<Rows>> rows;   // by Table::index
   std::vector<std::pair<const Table*, std::vector<uint8_t*>>> incoming;  // pages of an image
+
+  // The open change of a bucket whose mirrors lag: everything since their newest difference.
+  struct Open {
+    int64_t number = 0;  // of all that were ever opened here; 0: there is none
+    int64_t since_ns = 0;
+    int64_t pushes = 0;
+    std::set<int64_t> shards;        // whose marks changed
+    std::set<uint32_t> initialised;  // tables
+  } open;
 
   bool readable() const { return phase == Phase::kOwned || phase == Phase::kHandedOver; }
   // All marks; the shards ascending.

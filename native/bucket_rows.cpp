@@ -176,6 +176,7 @@ size_t Rows::next_used(size_t slot) const {
 void Rows::clear() {
   snapshot_end();
   running.clear();
+  baseline.clear();
   free_index();
   for (uint8_t* page : pages_) {
     if (page) pool_.give(page, table_.page_bytes);

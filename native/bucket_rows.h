@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "baseline.h"
 #include "pool.h"
 #include "running.h"
 #include "table.h"
@@ -22,7 +23,7 @@ class Rows {
   static constexpr uint32_t kNone = 0xffffffffu;
 
   Rows(const Table& table, Pool& pool, uint64_t generation)
-      : running(table, pool), table_(table), pool_(pool), generation_(generation), tracking_(generation > 1) {}
+      : running(table, pool), baseline(table), table_(table), pool_(pool), generation_(generation), tracking_(generation > 1) {}
   Rows(const Rows&) = delete;
   Rows& operator=(const Rows&) = delete;
 
@@ -113,6 +114,9 @@ class Rows {
 
   // ---- the step that the rows are in the middle of; of those that are freed it forgets
   Running running;
+
+  // ---- what mirrors that lag have of the rows that changed
+  Baseline baseline;
 
  private:
   struct Entry {

@@ -59,6 +59,7 @@ void Store::protect(const std::vector<int64_t>& buckets, bool on) {
     Bucket& bucket = buckets_[b];
     std::lock_guard<std::mutex> hold(bucket.mutex);
     if (on && bucket.phase != Phase::kOwned) throw NotOwned("bucket " + std::to_string(b) + " is not owned here");
+    if (!on) flush_locked(uint32_t(b), bucket);
     bucket.protect = on;
   }
 }
@@ -71,6 +72,7 @@ int64_t Store::emit(int64_t b, int kind, uint32_t table, int64_t lo, int64_t hi)
   std::lock_guard<std::mutex> hold(bucket.mutex);
   const Rows& rows = *readable(bucket, b).rows[t.index];
   if (kind == blob::kBodies && rows.recovering()) throw Recovering("bucket " + std::to_string(b) + " is being rebuilt");
+  flush_locked(uint32_t(b), bucket);  // contents go on from the differences before them
   const bool last = size_t(hi) >= rows.end();
   const size_t to = std::min<size_t>(size_t(hi), rows.end());
   std::vector<uint32_t> slots;
@@ -101,6 +103,7 @@ void Store::emit_slots(int64_t b, uint32_t table, const uint32_t* slots, size_t 
   for (size_t i = 0; i < n; ++i) {
     if (rows.absent(slots[i])) throw Recovering("bucket " + std::to_string(b) + " is being rebuilt");
   }
+  flush_locked(uint32_t(b), bucket);
   blob::PartHeader part;
   part.table = table;
   part.n = uint32_t(n);
@@ -119,7 +122,9 @@ void Store::emit_slots(int64_t b, uint32_t table, const uint32_t* slots, size_t 
 void Store::emit_marks(int64_t b) {
   Bucket& bucket = bucket_at(b);
   std::lock_guard<std::mutex> hold(bucket.mutex);
-  const auto blob = blob::marks_blob(uint32_t(b), bucket.seq, readable(bucket, b).marks());
+  readable(bucket, b);
+  flush_locked(uint32_t(b), bucket);
+  const auto blob = blob::marks_blob(uint32_t(b), bucket.seq, bucket.marks());
   Outbox::Slot entry = outbox_.reserve(uint32_t(b), bucket.seq, blob::kMarks, blob.size());
   std::memcpy(entry.at, blob.data(), blob.size());
   outbox_.commit(entry);
@@ -141,6 +146,7 @@ int64_t Store::hand_over(int64_t b) {
   Bucket& bucket = bucket_at(b);
   std::lock_guard<std::mutex> hold(bucket.mutex);
   if (readable(bucket, b).phase == Phase::kOwned) {
+    flush_locked(uint32_t(b), bucket);
     bucket.owned = false;
     bucket.phase = Phase::kHandedOver;
     for (auto& rows : bucket.rows) rows->running.clear();
@@ -316,6 +322,7 @@ int64_t Store::snapshot_begin(int64_t b, int64_t since, std::vector<uint8_t>& ma
   for (auto& rows : bucket.rows) {
     if (rows->recovering()) throw Recovering("bucket " + std::to_string(b) + " is being rebuilt");
   }
+  flush_locked(uint32_t(b), bucket);
   marks = blob::marks_blob(uint32_t(b), bucket.seq, bucket.marks());
   bucket.snapshot = true;
   const int64_t generation = int64_t(bucket.generation++);

@@ -122,6 +122,16 @@ nb::object snapshot_slots(Store& s, int64_t bucket, int64_t table, const std::ve
 
 void bind_contents(nb::class_<Store>& store) {
   store.def("protect", &Store::protect, nb::arg("buckets"), nb::arg("on"), free_gil())
+      .def("_set_lag", &Store::set_lag, nb::arg("on"), nb::arg("bytes"), nb::arg("pushes"), nb::arg("late_s"))
+      .def("flush", &Store::flush, nb::arg("bucket"), free_gil())
+      .def("flush_older", &Store::flush_older, nb::arg("age_s"), nb::arg("most"), free_gil())
+      .def(
+          "_lag",
+          [](Store& s) {
+            const Store::Lag lag = s.lag();
+            return std::make_tuple(lag.opened, lag.closed, lag.buckets, lag.rows, lag.bytes, lag.oldest_s);
+          },
+          free_gil())
       .def("outbox_ticket", [](Store& s) { return s.outbox().ticket(); })
       .def("outbox_bytes", [](Store& s) { return s.outbox().bytes(); })
       .def(

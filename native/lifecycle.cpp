@@ -23,6 +23,14 @@ void Store::free_rows(uint32_t b, Bucket& bucket, Rows& rows, const std::vector<
   if (slots.empty()) return;
   const Table& table = rows.table();
   for (uint32_t slot : slots) rows.touch(slot);
+  if (lags(bucket)) {
+    rows.baseline.reserve(slots.size(), rows.end());
+    rows.baseline.reserve_freed(slots.size());
+    for (uint32_t slot : slots) rows.baseline.freeing(slot, rows.key(slot), rows.record(slot));
+    join_open(bucket);
+    for (uint32_t slot : slots) rows.erase(slot);
+    return;
+  }
   if (bucket.protect) {
     blob::Marks marks;
     marks.fingerprint = bucket.fingerprint;

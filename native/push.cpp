@@ -205,7 +205,8 @@ bool look_again(PartWork& work, const Bucket& bucket) {
 // all of a batch or nothing. Makes the rows that are missing and admitted, counts the others, and lays the difference
 // out.
 void prepare(std::vector<PartWork>& works, size_t n_parts, uint32_t b, Bucket& bucket, uint32_t now_s, int64_t step,
-             blob::Marks& marks, Change& change) {
+             blob::Marks& marks, Change& change, bool direct) {
+  const bool lagging = bucket.protect && !direct;
   for (size_t p = 0; p < n_parts; ++p) {
     works[p].made.clear();
     works[p].sightings.clear();
@@ -254,7 +255,14 @@ void prepare(std::vector<PartWork>& works, size_t n_parts, uint32_t b, Bucket& b
       } else if (!rows.running.empty()) {
         rows.running.clear();
       }
-      work.by_gradients = work.table->dense && !work.table->meta && work.made.empty() && first;
+      work.by_gradients = !lagging && work.table->dense && !work.table->meta && work.made.empty() && first;
+      if (lagging) {
+        rows.baseline.reserve(work.updated, rows.end());
+        if (waiting) {
+          waiting->baseline.reserve(work.sightings.size(), waiting->end());
+          waiting->baseline.reserve_freed(work.sightings.size());
+        }
+      }
       if (work.updated)
         shapes.push_back(
             Change::Shape{work.table, work.updated, work.made.size(), work.by_gradients, work.part->has_options});
@@ -263,7 +271,10 @@ void prepare(std::vector<PartWork>& works, size_t n_parts, uint32_t b, Bucket& b
       if (!work.sightings.empty())
         shapes.push_back(Change::Shape{work.table->candidates, work.sightings.size(), toggled});
     }
-    if (bucket.protect) change.lay_out(b, bucket.seq + 1, marks, shapes);
+    if (lagging) {
+      for (const blob::Mark& mark : marks.shards) bucket.open.shards.insert(mark.shard);
+    }
+    if (direct) change.lay_out(b, bucket.seq + 1, marks, shapes);
   } catch (...) {
     for (size_t p = 0; p < n_parts; ++p) {
       for (uint32_t i : works[p].made) {
@@ -282,7 +293,9 @@ void prepare(std::vector<PartWork>& works, size_t n_parts, uint32_t b, Bucket& b
     PartWork& work = works[p];
     const size_t begin = work.at_hand.begin, end = work.at_hand.end;
     if (begin == end) continue;
-    if (work.updated && bucket.protect) {
+    Rows& rows = *bucket.rows[work.table->index];
+    for (size_t k = 0; lagging && k < work.made.size(); ++k) rows.baseline.made(work.slots[work.made[k]]);
+    if (work.updated && direct) {
       Change::Place& place = change.place(place_no++);
       work.difference = place.records;
       if (work.updated == end - begin) {
@@ -304,10 +317,17 @@ void prepare(std::vector<PartWork>& works, size_t n_parts, uint32_t b, Bucket& b
     if (work.sightings.empty()) continue;
     Rows& waiting = *bucket.rows[work.table->candidates->index];
     const size_t width = work.table->candidates->record_bytes;
-    Change::Place* place = bucket.protect ? &change.place(place_no++) : nullptr;
+    Change::Place* place = direct ? &change.place(place_no++) : nullptr;
     for (size_t k = 0; k < work.sightings.size(); ++k) {
       const Sighting& s = work.sightings[k];
       uint8_t* record = waiting.record(s.slot);
+      if (lagging && s.first) {
+        waiting.baseline.made(s.slot);
+      } else if (lagging && s.last) {
+        waiting.baseline.freeing(s.slot, work.part->keys[s.i], record);
+      } else if (lagging) {
+        waiting.baseline.keep(s.slot, record);
+      }
       if (place) {
         change.row(*place, k, s.slot, s.first || s.last, work.part->keys[s.i]);
         std::memcpy(place->records + k * width, record, width);  // zero for a first sighting
@@ -482,6 +502,7 @@ PushOutcome Store::push(const std::vector<Span>& spans, const std::string& addre
 
   // 2. Bucket by bucket: fence, watermark, rows, fingerprint in one critical section.
   pushes_.fetch_add(1, std::memory_order_relaxed);
+  const int64_t now_ns = lag_.load(std::memory_order_relaxed) ? steady_ns() : 0;
   uint64_t fingerprint = 0;
   for (const Span& s : spans) {
     if (s.learnt) fingerprint += batch_fingerprint(s.shard, s.lo, s.hi);
@@ -565,7 +586,9 @@ PushOutcome Store::push(const std::vector<Span>& spans, const std::string& addre
     marks.clock = bucket.clock + 1;
     marks.shards.clear();
     for (const Whole& w : wholes) marks.shards.push_back(blob::Mark{w.shard, w.hi, w.lease});
-    prepare(works, parts.size(), b, bucket, now_s, step, marks, change);
+    const bool lagging = lags(bucket), direct = bucket.protect && !lagging;
+    if (lagging) flush_if_due(b, bucket, now_ns);
+    prepare(works, parts.size(), b, bucket, now_s, step, marks, change, direct);
     cut_pieces(works, parts.size(), kBlock, true, pieces);
     float* values[2][kBlock];
     float* state[2][kBlock];
@@ -599,7 +622,11 @@ PushOutcome Store::push(const std::vector<Span>& spans, const std::string& addre
           work.running->add(work.slots[piece.begin + k], values[q & 1][k], grads + at, sums.data() + at);
         grads = sums.data();
       };
-      if (!bucket.protect || work.by_gradients) {
+      if (lagging) {
+        Baseline& baseline = bucket.rows[table.index]->baseline;
+        for (size_t k = 0; k < n; ++k) baseline.keep(work.slots[piece.begin + k], values[q & 1][k]);
+      }
+      if (!direct || work.by_gradients) {
         sum_up();
         kernels_.update(*work.optimizer, work.lr, values[q & 1], state[q & 1], grads, n, table.dim);
         if (table.meta) pushed(table, values[q & 1], n, marks.clock, now_s);
@@ -622,8 +649,13 @@ PushOutcome Store::push(const std::vector<Span>& spans, const std::string& addre
     bucket.fingerprint = marks.fingerprint;
     bucket.clock = marks.clock;
     for (size_t w = 0; w < wholes.size(); ++w) *at[w] = ShardMark{wholes[w].hi, wholes[w].lease};
-    ++bucket.seq;
-    if (bucket.protect) change.commit();
+    if (lagging) {
+      join_open(bucket);
+      ++bucket.open.pushes;
+    } else {
+      ++bucket.seq;
+    }
+    if (direct) change.commit();
     ++out.applied;
     set_bit(applied, b);
   }
@@ -632,7 +664,13 @@ PushOutcome Store::push(const std::vector<Span>& spans, const std::string& addre
 }
 
 // Rows that are made whole, as they are now: a difference to zero bytes.
-void Store::log_rows(uint32_t b, Bucket& bucket, const Rows& rows, const std::vector<uint32_t>& made) {
+void Store::log_rows(uint32_t b, Bucket& bucket, Rows& rows, const std::vector<uint32_t>& made) {
+  if (lags(bucket)) {
+    rows.baseline.reserve(made.size(), rows.end());
+    for (uint32_t slot : made) rows.baseline.made(slot);
+    join_open(bucket);
+    return;
+  }
   if (bucket.protect) {
     const Table& table = rows.table();
     blob::Marks marks;

@@ -97,6 +97,12 @@ Bucket& Store::readable(Bucket& bucket, int64_t b) const {
 
 // A change of marks alone: `changed` has the shards and tables that changed.
 void Store::log_marks(uint32_t b, Bucket& bucket, blob::Marks&& changed) {
+  if (lags(bucket)) {
+    for (const blob::Mark& mark : changed.shards) bucket.open.shards.insert(mark.shard);
+    bucket.open.initialised.insert(changed.initialised.begin(), changed.initialised.end());
+    join_open(bucket);
+    return;
+  }
   if (bucket.protect) {
     changed.fingerprint = bucket.fingerprint;
     changed.clock = bucket.clock;
@@ -367,8 +373,10 @@ int64_t Store::assign(uint32_t table, const int64_t* keys, const float* values, 
   };
   auto write = [&](uint32_t b, Bucket& bucket, Rows& rows) {
     if (found.empty()) return;
+    const bool lagging = lags(bucket), direct = bucket.protect && !lagging;
     Change change(outbox_);
-    if (bucket.protect) {
+    if (lagging) rows.baseline.reserve(found.size(), rows.end());
+    if (direct) {
       blob::Marks marks;
       marks.fingerprint = bucket.fingerprint;
       marks.clock = bucket.clock;
@@ -380,7 +388,8 @@ int64_t Store::assign(uint32_t table, const int64_t* keys, const float* values, 
       const auto [slot, i] = found[k];
       uint8_t* record = rows.record(slot);
       uint8_t* difference = nullptr;
-      if (bucket.protect) {
+      if (lagging) rows.baseline.keep(slot, record);
+      if (direct) {
         Change::Place& place = change.place(0);
         change.row(place, k, slot, false, 0);
         difference = place.records + k * t.record_bytes;
@@ -389,8 +398,12 @@ int64_t Store::assign(uint32_t table, const int64_t* keys, const float* values, 
       std::memcpy(record, values + i * t.dim, t.dim * sizeof(float));
       if (difference) xor_bytes(difference, record, t.record_bytes);
     }
-    if (bucket.protect) change.commit();
-    ++bucket.seq;
+    if (direct) change.commit();
+    if (lagging) {
+      join_open(bucket);
+    } else {
+      ++bucket.seq;
+    }
     total += int64_t(found.size());
     found.clear();
   };

@@ -138,6 +138,21 @@ class Store {
   // ---- differences and contents (contents.cpp)
   Outbox& outbox() { return outbox_; }
   void protect(const std::vector<int64_t>& buckets, bool on);
+  // How far mirrors may be behind (lag.cpp). Off: every change is a difference at once. On: changes of a protected
+  // bucket stay open, and `flush` makes one difference of them. A push closes what is open by itself where that has
+  // more than `bytes` of old records, more than `pushes`, or is older than `late_s`.
+  void set_lag(bool on, size_t bytes, int64_t pushes, double late_s);
+  // False: nothing was open.
+  bool flush(int64_t bucket);
+  struct Lag {
+    int64_t opened = 0;  // number of the newest change that was ever opened
+    int64_t closed = 0;  // all up to this one are closed
+    size_t buckets = 0, rows = 0, bytes = 0;
+    double oldest_s = 0;
+  };
+  Lag lag();
+  // Closes what is open for longer, the oldest first, at most `most`. How many.
+  size_t flush_older(double age_s, size_t most);
   // Contents of the slots [lo, hi) of one table, to the outbox; the next lo, or -1 after the last slot.
   int64_t emit(int64_t bucket, int kind, uint32_t table, int64_t lo, int64_t hi);
   // Records of exactly these slots; unused ones as zeros.
@@ -198,10 +213,15 @@ class Store {
     log_marks(b, bucket, std::move(changed));
   }
   void free_rows(uint32_t b, Bucket& bucket, Rows& rows, const std::vector<uint32_t>& slots);
+  bool lags(const Bucket& bucket) const { return bucket.protect && lag_.load(std::memory_order_relaxed); }
+  // A change of a bucket that lags: joins the open one.
+  void join_open(Bucket& bucket);
+  bool flush_locked(uint32_t b, Bucket& bucket);
+  void flush_if_due(uint32_t b, Bucket& bucket, int64_t now_ns);
   [[noreturn]] void full(const Table& table) const;
   // Before `n` rows are made: frees some if the ceiling demands it, none of `keep`.
   void make_room(uint32_t b, Bucket& bucket, Rows& rows, size_t n, std::vector<uint32_t> keep);
-  void log_rows(uint32_t b, Bucket& bucket, const Rows& rows, const std::vector<uint32_t>& made);
+  void log_rows(uint32_t b, Bucket& bucket, Rows& rows, const std::vector<uint32_t>& made);
   template <class Each, class End>
   void each_run(const Table& table, const int64_t* keys, size_t n, Each&& each, End&& end_of);
   template <class Each>
@@ -227,6 +247,10 @@ class Store {
   std::atomic<uint64_t> pushes_{0}, pulls_{0};
   std::atomic<size_t> limit_{0};
   std::atomic<bool> evict_{false};
+  std::atomic<bool> lag_{false};
+  std::atomic<int64_t> opened_{0};
+  std::atomic<size_t> lag_bytes_{0};
+  std::atomic<int64_t> lag_pushes_{0}, late_ns_{0};
 
  public:
   // Mirrors of buckets that are elsewhere (mirror.h), in pages of this store's pool. Lock order: a mirror's > a
@@ -234,6 +258,7 @@ class Store {
   std::shared_ptr<Mirrors> mirrors;
 };
 
+int64_t steady_ns();
 uint64_t batch_fingerprint(int64_t shard, int64_t lo, int64_t hi);
 
 }  // namespace everstep

@@ -246,8 +246,30 @@ def test_parity_needs_as_many_ps_as_a_stripe_is_wide() -> None:
     refused(None, {"parity": "4+1", "ps": 3}, {}, "parity = '4+1' (--parity)", "at least 5 ps", "set ps to 5")
     for bad in ("4", "17+1", "4+3", "4+0", "x"):
         refused(None, {"parity": bad, "ps": 30}, {}, f"parity = {bad!r} (--parity)")
-    refused(None, {"protect": "later"}, {}, "protect = 'later'", "'acked' or 'eager'")
+    refused(None, {"protect": "later"}, {}, "protect = 'later'", "'acked' or 'eager' or 'lag'")
     assert load_spec(None, {"parity": "4+1", "ps": 5}, {})[0].parity == "4+1"
+
+
+def test_mirrors_that_may_lag() -> None:
+    lag = {"parity": "1+1", "ps": 2, "protect": "lag"}
+    assert load_spec(None, lag, {})[0].protect_lag == "2s"
+    assert load_spec(None, {**lag, "protect_lag": "1m", "consistency": "bounded:2"}, {})[0].protect_lag == "1m"
+    for bad in ("x", "", "-1s", "2 weeks"):
+        refused(None, {**lag, "protect_lag": bad}, {}, f"protect_lag = {bad!r} (--protect-lag)", "such as '2s'")
+    for bad in ("0s", "10ms", "2h"):
+        refused(
+            None, {**lag, "protect_lag": bad}, {}, f"protect_lag = {bad!r} (--protect-lag)", "from 0.05 s to 3600 s"
+        )
+    refused(None, {"protect": "lag"}, {}, "protect = 'lag' (--protect)", "no mirrors", "parity K+M")
+    refused(None, {"protect_lag": "3s"}, {}, "protect_lag = '3s' (--protect-lag)", "needs protect: lag")
+    for consistency in ("sync", "sync:1"):
+        words = (f"consistency {consistency}", "use acked")
+        refused(None, {**lag, "workers": 3, "consistency": consistency}, {}, "protect = 'lag' (--protect)", *words)
+    hybrid = {**lag, "mode": "allreduce", "workers": 2}
+    refused(None, hybrid, {}, "protect = 'lag' (--protect)", "not in mode allreduce", "use acked")
+    often = {**lag, "protect_lag": "20s", "checkpoint_every": "10s"}
+    refused(None, often, {}, "protect_lag = '20s' (--protect-lag)", "checkpoint_every = '10s'", "at most 10 s")
+    assert load_spec(None, {**often, "checkpoint_every": "20s"}, {})[0].protect_lag == "20s"
 
 
 @pytest.mark.parametrize(

@@ -145,6 +145,37 @@ def test_eager_protection_may_undo_a_little_and_says_it(run: Run) -> None:
     assert report.ok and report.finished, report.text()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("consistency, lost", [("async", ("ps:1",)), ("bounded:2", ("ps:1", "worker:1"))])
+def test_what_mirrors_that_lag_lack_is_trained_again_once(run: Run, consistency: str, lost: tuple[str, ...]) -> None:
+    """``lost``: who is killed at once. Whoever computed what the mirrors lack may be among them."""
+    begin(run, f"--ps 6 --parity 4+1 --protect lag --protect-lag 3s --consistency {consistency}", dense=True)
+    for life in (1, 2):
+        run.trained(life * 3000)
+        kill(run, *lost, at_least=life)
+    run.alive(Role.PS, 1, at_least=3)
+    run.hurry()
+    assert run.wait(280) == 0, run.story()
+    assert "counted right" in run.text() and "dense right" in run.text(), run.story()
+    assert run.leftovers() == {}
+    report = audit(run.run_dir)
+    assert report.ok and report.finished, report.text()
+    assert report.counts["void"] > 0, report.text()  # the losses did cost something
+    assert report.counts["rebuilt"] + report.counts["promoted"] > 0, report.text()
+    assert "may not have reached every mirror" in (run.run_dir / "events.jsonl").read_text()
+
+
+@pytest.mark.slow
+def test_a_ps_whose_mirrors_lag_is_emptied_and_loses_nothing(run: Run) -> None:
+    begin(run, "--ps 3 --parity 1+1 --protect lag --protect-lag 30s", epochs=8)
+    run.trained(3000)
+    code, out = run.everstep("drain", str(run.run_dir), "ps:1", "--deadline", "30s")
+    assert code == 0, out
+    until(lambda: "switch buckets" in (run.run_dir / "events.jsonl").read_text(), why=run.story)
+    report = check(run)
+    assert report.counts["promoted"] > 0 and report.counts["void"] == 0
+
+
 def test_ps_are_added_and_taken_away(run: Run) -> None:
     begin(run, "--ps 2 --parity 1+1", epochs=9)
     run.trained(3000)

@@ -59,6 +59,7 @@ def dense_pages(store: Store, partition: int) -> Pages:
     return {
         (table, number): np.frombuffer(page, np.uint8)
         for table in DENSE
+        if table in store.tables()
         for number, page in store.mirror_pages(ID, table, partition)
     }
 
@@ -74,7 +75,7 @@ def split(pages: Pages) -> tuple[Pages, Pages]:
 class Cluster:
     """``k`` ps that own one partition each, ``m`` that hold one row of parity each, and the streams between them."""
 
-    def __init__(self, k: int, m: int, seed: int, specs: list[TableSpec] | None = None) -> None:
+    def __init__(self, k: int, m: int, seed: int, specs: list[TableSpec] | None = None, lag: bool = False) -> None:
         self.k, self.m, self.specs = k, m, specs if specs is not None else TABLES
         self.rng = np.random.default_rng(seed)
         self.ps = [Store(k, seed) for _ in range(k)]
@@ -83,6 +84,8 @@ class Cluster:
             for spec in self.specs:
                 store.declare(spec)
         for b, store in enumerate(self.ps):
+            if lag:
+                store.set_lag(1 << 30, 1 << 30, 1e6)  # differences go out when they are told to
             store.own([b])
         # (owner, home) -> blobs still to be delivered
         self.links: dict[tuple[int, int], deque[bytes]] = {(b, r): deque() for b in range(k) for r in range(m)}
@@ -143,6 +146,10 @@ class Cluster:
     def sync(self, partition: int) -> Iterator[None]:
         """Contents of a whole partition, piece by piece."""
         return self.sweep_of(self.ps[partition], partition)
+
+    def flush(self) -> None:
+        for b, store in enumerate(self.ps):
+            store.flush(b)
 
     def drain(self) -> None:
         """From the outboxes onto the links."""

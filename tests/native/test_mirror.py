@@ -26,7 +26,8 @@ from everstep.testing.mirror_twin import APPLIED, GAP, NOT_MEMBER, REPEAT
 def test_mirrors_follow_random_streams(data: st.DataObject) -> None:
     draw = data.draw
     k, m = draw(st.integers(1, 5), "k"), draw(st.integers(1, 2), "m")
-    cluster = Cluster(k, m, draw(st.integers(0, 2**32), "seed"))
+    lag = draw(st.booleans(), "lag")
+    cluster = Cluster(k, m, draw(st.integers(0, 2**32), "seed"), lag=lag)
     links = list(cluster.links)
     partition = st.integers(0, k - 1)
     shard = st.sampled_from(SHARDS)
@@ -50,6 +51,7 @@ def test_mirrors_follow_random_streams(data: st.DataObject) -> None:
         "early",
         "expire",
         "release",
+        "flush",
     ]
     for _ in range(draw(st.integers(0, 40), "actions")):
         match draw(st.sampled_from(actions)):
@@ -86,6 +88,8 @@ def test_mirrors_follow_random_streams(data: st.DataObject) -> None:
                         assert cluster.apply(link[1], later[-1]) == GAP
             case "expire":
                 cluster.expire()
+            case "flush":
+                cluster.flush()
             case "release":
                 for store in cluster.ps:
                     store.release([SHARDS[2]])

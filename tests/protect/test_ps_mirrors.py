@@ -30,6 +30,7 @@ from everstep.net.data import DataClient, DataServer
 from everstep.net.messages import (
     DataAnswer,
     Declare,
+    LogTaken,
     Moved,
     Opened,
     OpenShard,
@@ -37,6 +38,7 @@ from everstep.net.messages import (
     Pulled,
     Push,
     Pushed,
+    Put,
     RowsPart,
 )
 from everstep.net.sockets import listen_tcp, listen_unix
@@ -54,7 +56,9 @@ PATIENCE_S = 60.0
 
 
 class Ps:
-    def __init__(self, run_dir: Path, secret: Secret, slot: int, life: int, acked: bool, far: bool = False) -> None:
+    def __init__(
+        self, run_dir: Path, secret: Secret, slot: int, life: int, acked: bool, far: bool = False, lag_s: float = 0.0
+    ) -> None:
         """``far``: each on a node of its own, with ``--tls control``."""
         self.slot, self.life = Slot(slot), Incarnation(life)
         self.address = Address(NodeId("node0"), f"sock/ps-{slot}.{life}.sock")
@@ -69,6 +73,7 @@ class Ps:
             incarnation=self.life,
             run_dir=run_dir,
             acked=acked,
+            lag_s=lag_s,
             wait_s=1.0,
             on_failure=self.failures.append,
         )
@@ -97,12 +102,12 @@ class Ps:
 class Cluster:
     """``push`` is a worker: one batch to every ps, again until all have it, in their newest map."""
 
-    def __init__(self, run_dir: Path, n: int, acked: bool = True, far: bool = False) -> None:
-        self.run_dir, self.acked, self.far = run_dir, acked, far
+    def __init__(self, run_dir: Path, n: int, acked: bool = True, far: bool = False, lag_s: float = 0.0) -> None:
+        self.run_dir, self.acked, self.far, self.lag_s = run_dir, acked and not lag_s, far, lag_s
         (run_dir / "sock").mkdir(parents=True)
         (run_dir / "audit").mkdir()
         self.secret = Secret(secrets.token_bytes(32))
-        self.ps = {Slot(s): Ps(run_dir, self.secret, s, 1, acked, far) for s in range(n)}
+        self.ps = {Slot(s): Ps(run_dir, self.secret, s, 1, self.acked, far, lag_s) for s in range(n)}
         self.owner = [Slot(b % n) for b in range(B)]
         self.mirrors: list[Mirror] = []
         self.snapshots: tuple[tuple[PartitionId, int], ...] = ()
@@ -204,8 +209,13 @@ class Cluster:
             and {m.id for m in self.mirrors if m.at == s} - p.service.mirrors.machine._used
             <= set(p.service.mirrors.machine.complete)
             and p.service.mirrors.streams.done_ticket == p.service.store.outbox_ticket()
+            and not p.service.store.lag().partitions
             for s, p in self.ps.items()
         )
+
+    def mirrored(self) -> bool:
+        """Every mirror is complete; differences may be on their way."""
+        return all(m.id in self.ps[m.at].service.mirrors.machine.complete for m in self.mirrors)
 
     def check_mirrors(self) -> None:
         """Of one member: promoted in a copy of the world, they would be the partition; here: their marks are its
@@ -225,7 +235,7 @@ class Cluster:
             self.ps.pop(Slot(slot)).end()
 
     def join(self, slot: int, life: int) -> None:
-        self.ps[Slot(slot)] = Ps(self.run_dir, self.secret, slot, life, self.acked, self.far)
+        self.ps[Slot(slot)] = Ps(self.run_dir, self.secret, slot, life, self.acked, self.far, self.lag_s)
 
     def end(self) -> None:
         for p in self.ps.values():
@@ -243,8 +253,8 @@ def until(condition: Callable[[], bool]) -> None:
 def cluster(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
     made: list[Cluster] = []
 
-    def make(n: int, acked: bool = True, far: bool = False) -> Cluster:
-        made.append(Cluster(tmp_path / f"run{len(made)}", n, acked, far))
+    def make(n: int, acked: bool = True, far: bool = False, lag_s: float = 0.0) -> Cluster:
+        made.append(Cluster(tmp_path / f"run{len(made)}", n, acked, far, lag_s))
         return made[-1]
 
     yield make
@@ -265,9 +275,9 @@ def striped(c: Cluster, rows: int) -> None:
     c.begin()
 
 
-@pytest.mark.parametrize("acked", [True, False])
-def test_pushes_reach_every_mirror(cluster: Callable[..., Cluster], acked: bool) -> None:
-    c = cluster(3, acked)
+@pytest.mark.parametrize("acked, lag_s", [(True, 0.0), (False, 0.0), (False, 0.2)])
+def test_pushes_reach_every_mirror(cluster: Callable[..., Cluster], acked: bool, lag_s: float) -> None:
+    c = cluster(3, acked, lag_s=lag_s)
     c.mirror([0, 1], 2)
     c.mirror([0, 1], 0, row=1)  # at a member's own ps: fed without a socket
     c.mirror([2], 0)
@@ -276,6 +286,66 @@ def test_pushes_reach_every_mirror(cluster: Callable[..., Cluster], acked: bool)
     c.push(30)
     until(c.whole)
     c.check_mirrors()
+
+
+@pytest.mark.parametrize("lag_s", [0.0, 1000.0])
+def test_first_rows_are_with_the_mirrors_whatever_pushes_wait_for(
+    cluster: Callable[..., Cluster], lag_s: float
+) -> None:
+    """Nobody would make them again."""
+    c = cluster(2, acked=False, lag_s=lag_s)
+    for b in range(B):
+        c.mirror([b], (b + 1) % 2)
+    c.begin()
+    until(c.mirrored)
+    spec = TABLES[0]
+    keys = unique_route(np.arange(100), B, spec.id, np.zeros(B, np.int32))[0]
+    for slot, p in c.ps.items():
+        mine = keys[np.isin(c.partitions_of(spec, keys), [b for b in range(B) if c.owner[b] == slot])]
+        body = mine.tobytes() + np.ones((len(mine), spec.dim), np.float32).tobytes()
+        part = RowsPart(spec.id, len(mine), 0, 8 * len(mine))
+        put = Put(c.placement.route, part, False, True)
+        until(lambda p=p, put=put, body=body: p.service.handle(put, memoryview(body), None)[0] == LogTaken())  # type: ignore[misc]
+    for m in c.mirrors:
+        ((partition, seq, complete),) = c.ps[m.at].service.store.mirror_state(m.id)
+        owner = c.ps[c.owner[partition]].service.store
+        assert complete and seq == owner.seq(PartitionId(partition)) and owner.partition_rows(partition)[spec.id]
+        assert c.ps[m.at].service.store.mirror_marks(m.id, partition)[32:] == owner.marks(partition)[32:]
+
+
+def test_a_ps_that_is_lost_within_the_lag(cluster: Callable[..., Cluster]) -> None:
+    """Its partitions are as they were when their mirrors were told last; the rest is pushed once more."""
+    c, twin = cluster(3, lag_s=1000.0), cluster(3)
+    for made in (c, twin):
+        for b in range(B):
+            made.mirror([b], (b + 1) % 3)
+        made.begin()
+        until(made.mirrored)
+    c.push(12)
+    for p in c.ps.values():
+        p.service.store.flush_older(0.0, B)
+        p.service.mirrors.drain()
+    told = {b: c.contents(b) for b in range(B)}
+    until(lambda: all(p.service.mirrors.streams.done_ticket == p.service.store.outbox_ticket() for p in c.ps.values()))
+    marks = c.random.bit_generator.state
+    c.push(5)
+    lost = [b for b in range(B) if c.owner[b] == 1]
+    assert all(c.contents(b) != told[b] for b in lost)
+    c.lose(1)
+    for b in lost:
+        c.owner[b] = Slot(2)
+    c.mirrors = [m for m in c.mirrors if m.at != 1]
+    c.publish()
+    until(lambda: c.ps[Slot(2)].service.mirrors.whole)
+    assert {b: c.contents(b) for b in lost} == {b: told[b] for b in lost}
+    c.open()
+    assert c.ps[Slot(2)].service.store.watermarks(c.shard)[1].tolist() == [
+        12 if b in lost else 17 for b in range(B) if c.owner[b] == 2
+    ]  # type: ignore[index]
+    c.at, c.random.bit_generator.state = 12, marks
+    c.push(5)  # a repeat where they are
+    twin.push(17)
+    assert {b: c.contents(b) for b in range(B)} == {b: twin.contents(b) for b in range(B)}
 
 
 def test_a_replica_takes_over_bit_for_bit(cluster: Callable[..., Cluster]) -> None:

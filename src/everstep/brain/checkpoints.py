@@ -9,9 +9,9 @@ that comes to nothing is only given up. It exists when its manifest is durable.
 Two rules tie it to the shards:
 
 1. *The tier rule.* A done shard is released, so that it can never be trained again, only when the durable tier of the
-   job has it: with checkpoints configured, when every snapshot of a committed checkpoint does; with eager parity, when
-   the ps have confirmed that their mirrors have it; else at once, since memory (or its acknowledged mirror) is all
-   there is.
+   job has it: with checkpoints configured, when every snapshot of a committed checkpoint does; with parity that is
+   eager or may lag, when the ps have confirmed that their mirrors have it; else at once, since memory (or its
+   acknowledged mirror) is all there is.
 2. *Nothing is released while a checkpoint is being written.* A released shard has no watermark; a snapshot taken before
    it began and one taken after its release could not be told apart.
 
@@ -66,7 +66,7 @@ def ends_with_checkpoint(spec: JobSpec) -> bool:
 
 def waits_for_mirrors(spec: JobSpec) -> bool:
     """Return whether pushes are acknowledged before their mirrors have them."""
-    return spec.parity not in ("", "0") and spec.protect == "eager"
+    return spec.parity not in ("", "0") and spec.protect != "acked"
 
 
 class Writing(msgspec.Struct, kw_only=True, rename={"snapshots": "images", "partial": "draft"}):

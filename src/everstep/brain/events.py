@@ -170,7 +170,7 @@ class JobResumed(Fact, frozen=True, tag="job_resumed"):
 
 class ShardsConfirmed(Fact, frozen=True, tag="shards_confirmed"):
     """Says that all that the ps applied before ``before`` (seconds since the epoch) is kept by all mirrors (protect:
-    eager)."""
+    eager or lag)."""
 
     before: float
 

@@ -120,7 +120,11 @@ def cli() -> None:
 @click.option(
     "--parity", help="K+M: K data partitions and M parity partitions a stripe, on K+M ps; 1+1: replicas; 0: off."
 )
-@click.option("--protect", help="acked (default): a push waits until parity has it; eager: it does not.")
+@click.option(
+    "--protect",
+    help="acked (default): a push waits until parity has it; eager: it does not; lag: parity follows.",
+)
+@click.option("--protect-lag", help="With --protect lag: parity may be so far behind (default 2s).")
 @click.option("--policy", help="Stragglers: none (default), shared, exclusive, backup, or your own module:callable.")
 @click.option("--nonfinite", help="A batch with NaN/Inf gradients: raise (default) or skip.")
 @click.option(
@@ -319,6 +323,7 @@ def checkpoint(arguments: tuple[str, ...]) -> None:
 @click.option("--model-to", help="As of everstep run (default: in the new run directory).")
 @click.option("--parity", help="As of everstep run (default: as before).")
 @click.option("--protect", help="As of everstep run (default: as before).")
+@click.option("--protect-lag", help="As of everstep run (default: as before).")
 @click.option(
     "--secret", default="", help="The secret file of the run that wrote the checkpoints, where SOURCE is a URL."
 )

@@ -158,6 +158,7 @@ def protection_text(found: ProtectionView) -> str:
         text = "parity off"
     else:
         kind = f"parity {found.parity}" + (" eager" if found.protect == "eager" else "")
+        kind += f" (at most {found.lag_s:g} s behind, now {found.behind_s:.1f} s)" if found.lag_s else ""
         text = f"{kind}: {found.full} of {partitions} partitions protected"
         text += f", {found.less} less" if found.less else ""
         text += f", {found.none} not" if found.none else ""

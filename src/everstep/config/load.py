@@ -96,6 +96,10 @@ _RANGES: Final[dict[str, tuple[float, float]]] = {
 }
 
 
+LAG_S = (0.05, 3600.0)
+"""Seconds by which mirrors may be behind (``protect_lag``): from, to."""
+
+
 def load_spec(
     job_yaml: Path | None,
     flags: Mapping[str, Any],
@@ -198,6 +202,7 @@ def check_spec(spec: JobSpec, origins: Mapping[str, str] | None = None) -> None:
         raise ConfigError(f"parity = {spec.parity!r}{at['parity']}: {error}") from None
     if spec.ps and (few := refuse_few(code, spec.ps)):
         raise ConfigError(f"parity = {spec.parity!r}{at['parity']}: {few}; set ps to {code.width} or more")
+    _check_lag(spec, at)
     if spec.lost_after_s <= spec.suspect_after_s:
         raise ConfigError(
             f"lost_after_s = {spec.lost_after_s}{at['lost_after_s']}: must be above"
@@ -226,6 +231,36 @@ def check_spec(spec: JobSpec, origins: Mapping[str, str] | None = None) -> None:
         raise ConfigError(f"master_alone{at['master_alone']}: nobody else could take a worker; give bind HOST:PORT")
     if spec.bind:
         parse_host_port(spec.bind, f"bind = {spec.bind!r}{at['bind']}")
+
+
+def _check_lag(spec: JobSpec, at: Mapping[str, str]) -> None:
+    """Refuse a lag that nothing would make good."""
+    where = f"protect_lag = {spec.protect_lag!r}{at['protect_lag']}"
+    least_s, most_s = LAG_S
+    try:
+        lag_s = seconds(spec.protect_lag)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: expected a span such as '2s' ({error})") from None
+    if not least_s <= lag_s <= most_s:
+        raise ConfigError(f"{where}: must be from {least_s:g} s to {most_s:g} s")
+    if spec.protect != "lag":
+        if spec.protect_lag != JobSpec().protect_lag:
+            raise ConfigError(f"{where}: needs protect: lag; with {spec.protect} mirrors are not told later")
+        return
+    what = f"protect = 'lag'{at['protect']}"
+    if spec.parity in ("", "0"):
+        raise ConfigError(f"{what}: there are no mirrors that could lag; give parity K+M, or leave it out")
+    if parse_consistency(spec.consistency).kind == "sync":
+        raise ConfigError(
+            f"{what}: not with consistency {spec.consistency}: after a loss, batches of steps that all have made would "
+            "be computed again, from later parameters; use acked"
+        )
+    every = parse_every(spec.checkpoint_every, f"checkpoint_every{at['checkpoint_every']}")
+    if every.seconds and lag_s > every.seconds:
+        raise ConfigError(
+            f"{where}: longer than checkpoint_every = {spec.checkpoint_every!r}{at['checkpoint_every']}: checkpoints "
+            f"would have more than mirrors; at most {every.seconds:g} s"
+        )
 
 
 def _check_capacity(spec: JobSpec, at: Mapping[str, str]) -> None:
@@ -393,9 +428,10 @@ def _check_mode(spec: JobSpec, at: Mapping[str, str]) -> None:
             f"parity = {spec.parity!r}{at['parity']}: it protects tables on the ps, and mode allreduce has none unless "
             "ps is given; every worker is a replica"
         )
-    if spec.ps and spec.protect == "eager":
+    if spec.ps and spec.protect != "acked":
         raise ConfigError(
-            f"protect = 'eager'{at['protect']}: not in mode allreduce: nobody has what mirrors may lack; use acked"
+            f"protect = {spec.protect!r}{at['protect']}: not in mode allreduce: nobody has what mirrors may lack; "
+            "use acked"
         )
     if 0 < spec.logical_workers < spec.workers:
         raise ConfigError(

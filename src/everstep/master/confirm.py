@@ -1,6 +1,7 @@
-"""With eager parity: up to when everything is on all mirrors, told by the ps' heartbeats.
+"""With parity that is eager or may lag: up to when everything is on all mirrors, told by the ps' heartbeats.
 
-A ps tells how many differences it has made (``outbox_ticket``) and up to which all mirrors have them (``outbox_done``).
+A ps tells how many differences it has made (``outbox_ticket``) and up to which all mirrors have them (``outbox_done``);
+where mirrors may lag, these are the numbers of the changes that it has opened (``ps/lag_flusher.py``).
 What it had applied when it wrote a beat is confirmed once a later beat's ``outbox_done`` has reached that beat's
 ``outbox_ticket``. When that was, by the master's clock, is not known exactly: it was after the beat before was
 received, unless that one was on its way for longer than ``SLACK_S``; but a ps that is silent for so long is lost.

@@ -164,7 +164,7 @@ class ProtectionView(msgspec.Struct, frozen=True):
     """Shows what partitions survive now, and what is on its way.
 
     - ``parity``: as the job was started, e.g. 4+1 [text]
-    - ``protect``: when a push is acknowledged [one of acked, eager]
+    - ``protect``: when a push is acknowledged [one of acked, eager, lag]
     - ``full``: that survive as many lost ps as the parity promises [partitions]
     - ``less``: that survive fewer, but one [partitions]
     - ``none``: that survive not one [partitions]
@@ -177,6 +177,8 @@ class ProtectionView(msgspec.Struct, frozen=True):
     - ``machines``: that ps stand on [machines]
     - ``lost_with_machine``: that would be lost now with one of these machines, the worst but the master's [partitions]
     - ``worst_machine``: that one; "": no machine takes anything with it [text]
+    - ``lag_s``: protect: lag, by which mirrors may be behind; 0: they may not [seconds]
+    - ``behind_s``: age of the oldest change that some mirror lacks, of the ps where it is oldest [seconds]
     """
 
     parity: str
@@ -193,6 +195,8 @@ class ProtectionView(msgspec.Struct, frozen=True):
     machines: int = 0
     lost_with_machine: int = 0
     worst_machine: str = ""
+    lag_s: float = 0.0
+    behind_s: float = 0.0
 
 
 class CheckpointView(msgspec.Struct, frozen=True):

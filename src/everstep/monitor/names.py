@@ -229,6 +229,13 @@ METRICS: tuple[Metric, ...] = (
         "Changes that mirrors do not have yet.",
         "protection.unconfirmed_bytes",
     ),
+    Metric(
+        "everstep_protection_behind_seconds",
+        "gauge",
+        (),
+        "Age of the oldest change that some mirror lacks (protect: lag).",
+        "protection.behind_s",
+    ),
     Metric("everstep_checkpoint_newest", "gauge", (), "Number of the newest checkpoint; 0: none.", "checkpoint.newest"),
     Metric("everstep_checkpoint_timestamp_seconds", "gauge", (), "When it was taken (since 1970).", "checkpoint.at"),
     Metric(

@@ -38,6 +38,7 @@ from everstep.model.observation import Observations, ServerSeen, WorkerSeen
 from everstep.monitor.slowness import fault_words, judge
 from everstep.policies.node_selection import HOME_NODE
 from everstep.policies.waits import max_wait_s
+from everstep.units import seconds
 
 EPOCHS_SHOWN = 20  # of each dataset, the newest
 
@@ -246,6 +247,10 @@ def protection_view(brain: Brain, measured: Measured) -> ProtectionView | None:
         machines=len({brain.members.machine_of(m.node) for m in up}),
         lost_with_machine=lost,
         worst_machine=worst if lost else "",
+        lag_s=seconds(spec.protect_lag) if spec.protect == "lag" else 0.0,
+        behind_s=round(
+            max((measured.of_member(m.key, m.incarnation).get("behind_s", 0.0) for m in up), default=0.0), 2
+        ),
     )
 
 

@@ -117,6 +117,19 @@ _OPTIMIZERS = {kind: number for number, kind in enumerate(OptimizerKind)}
 _INITS = {kind: number for number, kind in enumerate(InitKind)}
 
 
+class LagState(NamedTuple):
+    """Says what mirrors that may lag have not been sent yet. ``opened``: number of the newest change that was opened;
+    ``closed``: all up to this one are in the outbox. ``partitions``, ``rows``, ``bytes`` (of old records), ``oldest_s``
+    (seconds): of the open ones."""
+
+    opened: int
+    closed: int
+    partitions: int
+    rows: int
+    bytes: int
+    oldest_s: float
+
+
 class StoreStats(NamedTuple):
     """Counts what a store has: ``rows`` by table name; ``bytes`` mapped for rows and indexes; calls so far."""
 
@@ -186,6 +199,8 @@ class Store(_native.Store):
       (``blob.py``). ``outbox_ticket()``: entries so far; ``wait_outbox(timeout_s)``; ``take_outbox(max_bytes) ->
       (first_ticket, [(partition, seq, kind, offset, length)], bytes u8)``: removes entries from the front (at least
       one, if there is one); ``outbox_bytes()``: what waits.
+      With ``set_lag`` changes of a protected partition stay open, and ``flush(partition) -> bool`` makes one difference
+      of all since the last one; ``flush_older(age_s, most) -> flushed``: the oldest first; ``lag()``: what is open.
     - contents, into the outbox between the differences: ``emit(partition, kind, table, lo, hi) -> next lo | -1``,
       ``emit_slots(partition, table, slots u32)``, ``emit_marks(partition)``.
     - ``hand_over(partition) -> seq``: requests for it are KeyErrors until ``resume(partition)``, its contents can be
@@ -227,6 +242,14 @@ class Store(_native.Store):
     def n_partitions(self) -> int:
         """Return how many partitions the job has."""
         return self.n_buckets
+
+    def set_lag(self, most_bytes: int, most_pushes: int, late_s: float) -> None:
+        """Let mirrors lag: a push flushes its partition itself where that has more open than this, or for longer."""
+        self._set_lag(True, most_bytes, most_pushes, late_s)
+
+    def lag(self) -> LagState:
+        """Return what is open."""
+        return LagState(*self._lag())
 
     def partition_rows(self, partition: int) -> dict[int, int]:
         """Return the rows of the partition by table."""

@@ -112,6 +112,10 @@ class Port(Protocol):
         """Serve it again after ``hand_over``."""
 
     def drop(self, partition: PartitionId) -> None: ...
+    def flush(self, partition: PartitionId) -> None:
+        """Append what its mirrors were not told yet to the outbox, as one difference (protect: lag). The others of
+        these methods that read a partition for its mirrors, or end its service, do so by themselves; ``drop`` not."""
+
     def ticket(self) -> int:
         """Return how many entries were appended to the outbox so far."""
 
@@ -1164,6 +1168,7 @@ class Machine:
     def _end_serving_while_rebuilding(self, partition: PartitionId) -> None:
         """It is dropped; what it made goes on to its mirrors, and it does not come back before they have it."""
         self._early.remove(partition)
+        self.port.flush(partition)  # (what it made is acknowledged)
         self._actions.append(Released(partition, self.port.seq(partition)))
         self._ended[partition] = self.port.ticket()
         if partition in self._gains:

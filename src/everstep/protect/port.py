@@ -80,6 +80,9 @@ class StorePort:
     def drop(self, partition: PartitionId) -> None:
         self._store.drop(partition)
 
+    def flush(self, partition: PartitionId) -> None:
+        self._store.flush(partition)
+
     def ticket(self) -> int:
         return self._store.outbox_ticket()
 

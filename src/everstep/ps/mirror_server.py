@@ -48,6 +48,7 @@ from everstep.protect.carrier import CarryOutcome, EventKind, PeerEvent, Replica
 from everstep.protect.machine import Ask, Machine, MirrorAction
 from everstep.protect.port import Body, StorePort
 from everstep.protect.replication import AppendCode, Batch, Blob, PeerKey
+from everstep.ps.lag_flusher import LagFlusher
 from everstep.ps.rw_lock import RwLock
 
 FEED_BYTES = 4 << 20
@@ -64,6 +65,7 @@ _ASK_AGAIN_S = 0.01
 _ASK_AGAIN_MAX_S = 0.05
 _ANSWER_S = 30.0
 _LOOK_S = 0.5
+_LATE_LOOK_S = 0.05
 
 logger = logging.getLogger("everstep.ps")
 
@@ -177,6 +179,7 @@ class MirrorServer:
         self._threads: dict[PeerKey | str, threading.Thread] = {}
         self._closing = False
         self._limit = LineLimit()
+        self.lag: LagFlusher | None = None
         self.whole = False
         """Whether everything that the placement gives to this ps answers, if not for every row at once."""
         self.mine: NDArray[np.int32] = np.zeros(0, np.int32)
@@ -256,8 +259,17 @@ class MirrorServer:
                 self._wake_peers()
         return bool(slots)
 
+    def may_lag(self, lag_s: float, requests: Callable[[], int]) -> None:
+        """Let mirrors be so far behind (``protect: lag``). ``requests()``: how many pulls and pushes there were."""
+        self.lag = LagFlusher(self._store, lag_s, lambda: self.streams.done_ticket, self.drain, requests)
+
     def room(self, deadline: float) -> bool:
-        """Wait until not too much is unsent; False: it still is."""
+        """Wait until not too much is unsent, and mirrors are not too far behind; False: they still are."""
+        while self.lag is not None and self.lag.late:
+            behind = f"mirrors are {self.lag.behind_s:.1f} s behind, {self.lag.bound_s:g} s at most"
+            self._limit.warning(f"ps:{self._slot}: {behind}: pushes wait")
+            if not self.wait_changed(deadline, _LATE_LOOK_S):
+                return False
         return self.streams.native.room(UNSENT_BYTES, max(0.0, deadline - time.monotonic()))
 
     def drain(self) -> None:
@@ -379,7 +391,10 @@ class MirrorServer:
         """Begin to talk to other ps. ``connect(place)``: a new connection to that life; raises EverstepError."""
         with self.lock:  # (the master's first placement may come meanwhile, on another thread)
             self._connect = connect
-            for name, run in (("outbox", self._drain_for_ever), ("sweep", self._sync_for_ever)):
+            runs = [("outbox", self._drain_for_ever), ("sweep", self._sync_for_ever)]
+            if self.lag is not None:
+                runs.append(("lag", self._flush_for_ever))
+            for name, run in runs:
                 self._threads[name] = threading.Thread(target=run, name=f"everstep-{name}", daemon=True)
                 self._threads[name].start()
             self._follow_peers()
@@ -415,6 +430,16 @@ class MirrorServer:
         """Drain what nobody waits for: a push drains for itself, all its partitions at once."""
         while not self._closing:
             self.streams.native.drain_idle(_LOOK_S, _IDLE_DRAIN_S)
+
+    def _flush_for_ever(self) -> None:
+        assert self.lag is not None
+        try:
+            while not self._closing:
+                time.sleep(self.lag.look())
+        except Exception as error:
+            # Mirrors would be behind for ever.
+            self._on_failure(f"ps:{self._slot} cannot send to its mirrors: {type(error).__name__}: {error}")
+            raise
 
     def _sync_for_ever(self) -> None:
         while not self._closing:

@@ -55,6 +55,7 @@ from everstep.protect.snapshots import SnapshotWriter
 from everstep.protect.sources import SnapshotSources
 from everstep.ps.service import PsService
 from everstep.storage.space import be_patient
+from everstep.units import seconds
 
 MASTER_GONE_S = 600.0
 LEAVE_S = 30.0  # SIGTERM from outside: so long others may take to take over what is here
@@ -98,6 +99,7 @@ class PsProcess:
             incarnation=incarnation,
             run_dir=run_dir,
             acked=spec.protect == "acked",
+            lag_s=seconds(spec.protect_lag) if spec.protect == "lag" else 0.0,
             on_failure=lambda why: self._fail(PlatformError(why)),
         )
         if spec.ps_limit_bytes:
@@ -339,7 +341,14 @@ class PsProcess:
     def _beat(self) -> Beat:
         stats = self.service.store.stats()
         mirrors = self.service.mirrors
-        machine, streams = mirrors.machine, mirrors.streams
+        machine, streams, lag = mirrors.machine, mirrors.streams, mirrors.lag
+        # In this order: what is confirmed is never more than what was made.
+        done, made, open_bytes = streams.done_ticket, self.service.store.outbox_ticket(), 0
+        behind: dict[str, float] = {}
+        if lag is not None:
+            done, made = lag.advance()
+            open_bytes = self.service.store.lag().bytes
+            behind["behind_s"] = lag.behind_s
         return Beat(
             readings={
                 **self._process.readings(),
@@ -353,10 +362,10 @@ class PsProcess:
                 "buckets_lacking": float(len(machine.lacking)),
                 "mirrors": float(len(machine.complete)),
                 "sweeping": float(machine.syncing),
-                # In this order: what is confirmed is never more than what was made.
-                "outbox_done": float(streams.done_ticket),
-                "outbox_ticket": float(self.service.store.outbox_ticket()),
-                "unconfirmed_bytes": float(streams.waiting_bytes + self.service.store.outbox_bytes()),
+                "outbox_done": float(done),
+                "outbox_ticket": float(made),
+                "unconfirmed_bytes": float(streams.waiting_bytes + self.service.store.outbox_bytes() + open_bytes),
+                **behind,
                 "image_bytes": float(self.snapshots.bytes_written),
                 **self.service.load_of.readings(machine.serving),
             }

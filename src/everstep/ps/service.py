@@ -108,11 +108,11 @@ class PsService:
     """Is one ps: its store, its audit log and its view of the placement. Thread-safe.
 
     ``audit``: path of the log, made with the first placement. ``acked``: a push is answered only when all mirrors of
-    the partitions that it changed have it. ``on_failure``: called once, from any thread, with one line, when this ps
-    can no longer keep its promises (log not writable, out of memory in the middle of a push); every later request is
-    answered Bad. ``load(partition, checkpoint)``: read that snapshot into the store, own it; raises EverstepError.
-    ``on_report()``: there is more to tell the master (``mirrors.machine.complete``, ``ready``, ``inconsistent``).
-    ``on_released(partition)``.
+    the partitions that it changed have it; else, ``lag_s`` above 0: mirrors may be so far behind. ``on_failure``:
+    called once, from any thread, with one line, when this ps can no longer keep its promises (log not writable, out of
+    memory in the middle of a push); every later request is answered Bad. ``load(partition, checkpoint)``: read that
+    snapshot into the store, own it; raises EverstepError. ``on_report()``: there is more to tell the master
+    (``mirrors.machine.complete``, ``ready``, ``inconsistent``). ``on_released(partition)``.
     """
 
     def __init__(
@@ -123,6 +123,7 @@ class PsService:
         audit: Path,
         *,
         acked: bool = True,
+        lag_s: float = 0.0,
         cut_every_s: float = CUT_EVERY_S,
         wait_s: float = WAIT_S,
         on_failure: Callable[[str], None] | None = None,
@@ -155,6 +156,8 @@ class PsService:
         self.meter = Meter()
         self.slowdown = Slowdown()
         self.mirrors = MirrorServer(store, slot, incarnation, self._gate, self._inbox, self._carry_out, self._fail)
+        if lag_s and not acked:
+            self.mirrors.may_lag(lag_s, lambda: self.meter.requests)
 
     @classmethod
     def create(
@@ -166,6 +169,7 @@ class PsService:
         incarnation: Incarnation,
         run_dir: Path,
         acked: bool = True,
+        lag_s: float = 0.0,
         cut_every_s: float = CUT_EVERY_S,
         wait_s: float = WAIT_S,
         on_failure: Callable[[str], None] | None = None,
@@ -174,7 +178,15 @@ class PsService:
         audit = run_dir / "audit" / f"ps-{slot}.{incarnation}.log"
         store = Store(n_partitions, seed)
         return cls(
-            store, slot, incarnation, audit, acked=acked, cut_every_s=cut_every_s, wait_s=wait_s, on_failure=on_failure
+            store,
+            slot,
+            incarnation,
+            audit,
+            acked=acked,
+            lag_s=lag_s,
+            cut_every_s=cut_every_s,
+            wait_s=wait_s,
+            on_failure=on_failure,
         )
 
     def __repr__(self) -> str:
@@ -563,12 +575,19 @@ class PsService:
         return Moved(self.route)
 
     def _confirm(self, before: int, partitions: bytes, version: int, deadline: float) -> bool:
-        """Wait until the mirrors have what was in the outbox. False: that can not be said."""
+        """Wait until the mirrors have what was in the outbox, if pushes wait for them. False: that can not be said."""
+        if self.mirrors.lag is not None:
+            return True  # what it changed is open
+        if not self.acked:
+            if not self.mirrors.streams.is_done(self.store.outbox_ticket()):
+                self.mirrors.drain()
+            return True
+        return self._mirrored(before, partitions, version, deadline)
+
+    def _mirrored(self, before: int, partitions: bytes, version: int, deadline: float) -> bool:
+        """Wait until the mirrors have what was in the outbox, whatever pushes wait for. False: that can not be said."""
         after = self.store.outbox_ticket()
         if self.mirrors.streams.is_done(after):
-            return True
-        if not self.acked:
-            self.mirrors.drain()
             return True
         faultpoints.reach("before_ack")
         with self.meter.waiting():
@@ -657,7 +676,10 @@ class PsService:
                 self.store.assign(part.table, _keys(part, source), rows)
             if request.last:
                 self.store.initialise(part.table)
-        if not self._confirm(before, b"", request.version, deadline):
+        # Nobody makes first rows once more: also where pushes do not wait for mirrors, these do.
+        if self.mirrors.lag is not None:
+            self.store.flush_older(0.0, self.store.n_partitions)
+        if not self._mirrored(before, b"", request.version, deadline):
             return Moved(self.route)
         return LogTaken()
 

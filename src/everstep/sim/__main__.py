@@ -10,6 +10,7 @@
 --mix paced            runs of consistency sync and bounded
 --mix suspend          jobs that are suspended, by hand and by themselves, and go on in the same journal
 --mix machines         runs in which ps stand on several machines, which are lost whole, cut off, and come back
+--mix lag              as ps; mirrors may be behind (protect: lag)
 --mix ps               runs in which ps keep mirrors and are lost, moved and scaled; else only workers and masters are
 """
 
@@ -31,12 +32,13 @@ from everstep.sim.hybrid import hybrid_scenario, simulate_hybrid
 from everstep.sim.mutations import MUTATIONS, Mutation, catch, planted
 from everstep.sim.mutations_group import GROUP_MUTATIONS
 from everstep.sim.mutations_hybrid import HYBRID_MUTATIONS
+from everstep.sim.mutations_lag import LAG_MUTATIONS
 from everstep.sim.mutations_machines import MACHINE_MUTATIONS
 from everstep.sim.mutations_paced import PACED_MUTATIONS
 from everstep.sim.mutations_ps import PS_MUTATIONS
 from everstep.sim.mutations_resume import RESUME_MUTATIONS
 from everstep.sim.resume import resume_scenario, simulate_resume
-from everstep.sim.scenario import machines_scenario, paced_scenario, random_scenario, storm_scenario
+from everstep.sim.scenario import lag_scenario, machines_scenario, paced_scenario, random_scenario, storm_scenario
 from everstep.sim.simulation import Parts, SimOutcome, simulate
 from everstep.sim.suspend import simulate_suspend, suspend_scenario
 
@@ -46,6 +48,7 @@ MIXES: dict[str, tuple[Callable[[int], Any], tuple[Mutation, ...], Callable[...,
     "jobs": (random_scenario, MUTATIONS, simulate),
     "paced": (paced_scenario, PACED_MUTATIONS, simulate),
     "ps": (storm_scenario, PS_MUTATIONS, simulate),
+    "lag": (lag_scenario, LAG_MUTATIONS, simulate),
     "machines": (machines_scenario, MACHINE_MUTATIONS, simulate),
     "resume": (resume_scenario, RESUME_MUTATIONS, simulate_resume),
     "suspend": (suspend_scenario, (), simulate_suspend),

@@ -40,7 +40,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, rename={"partitions": 
     master_every_s: float = 0.0  # > 0: besides, kill the master this often
     mirrors: bool = False  # ps are real machines: lost, moved, rebuilt; else they only answer
     parity: str = "0"
-    protect: Literal["acked", "eager"] = "acked"
+    protect: Literal["acked", "eager", "lag"] = "acked"
+    lag_s: float = 0.5  # lag: so long mirrors may be behind
     ps_range: tuple[int, int] = (1, 1)  # to which "scale ps" goes
     consistency: str = "async"
     checkpoint_s: float = 0.0  # > 0: checkpoints so often
@@ -233,6 +234,27 @@ def storm_scenario(seed: int) -> Scenario:
         ps_range=(least, least + 2),
         vouch=seed % 4 == 3,
         checkpoint_s=checkpoint_s,
+    )
+
+
+def lag_scenario(seed: int) -> Scenario:
+    """Return the storm of ``seed`` in a job whose mirrors may lag."""
+    rng = random.Random(f"lag {seed}")
+    base = storm_scenario(seed)
+    parity = base.parity if base.parity != "0" else rng.choice([code for code in CODES if code != "0"])
+    least = least_ps(parity)
+    faults = base.faults
+    if rng.random() < 0.5:  # whoever could compute again what mirrors lack goes with the ps
+        faults = tuple((at, rng.choice([what, "kill ps and worker"])) for at, what in faults)
+    return msgspec.structs.replace(
+        base,
+        parity=parity,
+        ps=max(base.ps, least),
+        ps_range=(least, least + 2),
+        protect="lag",
+        lag_s=rng.choice([0.1, 0.4, 1.0, 2.5]),
+        faults=faults,
+        consistency=rng.choice(["async", "async", "bounded:2"]),
     )
 
 

@@ -89,6 +89,8 @@ class MirrorPs(Child):
         self.machine: Machine = sim.parts.machine(slot, incarnation, self.store, self.streams)
         self.address = Address(NodeId(node), f"ps-{slot}.{incarnation}")
         self.acked = scenario.protect == "acked"
+        self.store.lag = scenario.protect == "lag"
+        self.flushing = False
         self.waiting: list[_Waiting] = []
         self.released: list[ShardKey] = []
         self.reports: list[Any] = []  # what the master has not answered
@@ -201,6 +203,9 @@ class MirrorPs(Child):
                 self.sim.stuck.append(f"{self}: {action.why}")  # type: ignore[attr-defined]
         if came and self.released:
             store.release(self.released)  # what came here may not have heard of them
+        if not self.flushing and store.unsent:
+            self.flushing = True
+            self.later(self.sim.scenario.lag_s * (0.5 + 0.5 * self.kernel.random()), self.flush)
         if not self.draining and store.outbox:
             self.draining = True
             self.later(0.004 * self.kernel.random(), self.drain)
@@ -209,6 +214,13 @@ class MirrorPs(Child):
             self.later(0.004 + 0.02 * self.kernel.random(), self.sync)
         self.send()
         self.acknowledge()
+
+    def flush(self) -> None:
+        """Send what mirrors lack of some partitions: the oldest, and maybe more."""
+        self.flushing = False
+        for partition in list(self.store.unsent)[: 1 + int(4 * self.kernel.random())]:
+            self.store.flush(partition)
+        self.moved_on()
 
     def drain(self) -> None:
         self.draining = False
@@ -437,6 +449,7 @@ class MirrorPs(Child):
         """Copy what is served now, at once; it is told when it is durable."""
         snapshots = []
         for b in self.machine.serving:
+            self.store.flush(b)
             partition = self.store.partitions[b]
             self.snapshots += 1
             path = f"images/{self.sim.jobs:06}/bucket-{self.name.replace(':', '-')}-{self.snapshots}"

@@ -49,6 +49,16 @@ class SimBlob(NamedTuple):
     mask: int = 0
 
 
+class OpenChange:
+    """Holds what changed in a partition since its mirrors' newest difference."""
+
+    __slots__ = ("bits", "shards")
+
+    def __init__(self) -> None:
+        self.bits = 0
+        self.shards: set[int] = set()
+
+
 class Partition:
     """Is a partition that is here. ``content``: one bit per sample of each epoch. ``absent``: bits that are not back
     yet."""
@@ -141,6 +151,8 @@ class SimStore:
         self.samples, self.epoch_samples = samples, epoch_samples
         self.piece = samples // 3 + 1
         self._protected: set[PartitionId] = set()
+        self.lag = False  # differences wait until they are flushed
+        self.unsent: dict[PartitionId, OpenChange] = {}
         self._loading: set[PartitionId] = set()
 
     # ------------------------------------------------------------ workers
@@ -195,10 +207,28 @@ class SimStore:
 
     def _change(self, key: PartitionId, marks: Marks, flipped: int = 0) -> None:
         partition = self.partitions[key]
-        partition.seq += 1
         partition.content ^= flipped
+        if self.lag and key in self._protected:
+            if key not in self.unsent:
+                partition.seq += 1
+                self.unsent[key] = OpenChange()
+            self.unsent[key].bits ^= flipped
+            self.unsent[key].shards.update(marks)
+            return
+        partition.seq += 1
         if key in self._protected:
             self._out(SimBlob(StreamKind.CHANGE, key, partition.seq, partition.ledger.fingerprint, marks, (flipped, 0)))
+
+    def flush(self, partition: PartitionId) -> None:
+        """Make one difference of what is open."""
+        found = self.unsent.pop(partition, None)
+        if found is None:
+            return
+        b = self.partitions[partition]
+        now = b.marks()
+        marks: Marks = {shard: now.get(shard) for shard in sorted(found.shards)}
+        blob = SimBlob(StreamKind.CHANGE, partition, b.seq, b.ledger.fingerprint, marks, (found.bits, 0))
+        self._out(blob)
 
     def _out(self, blob: SimBlob) -> None:
         self.outbox.append(Outgoing(blob.partition, blob.seq, blob.kind, blob, 1))
@@ -236,12 +266,15 @@ class SimStore:
         self.install(partition, Partition())
 
     def protect(self, partition: PartitionId, on: bool) -> None:
+        if not on:
+            self.flush(partition)
         (self._protected.add if on else self._protected.discard)(partition)
 
     def seq(self, partition: PartitionId) -> int:
         return self.partitions[partition].seq
 
     def hand_over(self, partition: PartitionId) -> int:
+        self.flush(partition)
         self.fenced.add(partition)
         self.ledger.partitions.pop(partition, None)
         return self.partitions[partition].seq
@@ -256,6 +289,7 @@ class SimStore:
         del self.partitions[partition]
         self.ledger.partitions.pop(partition, None)
         self._protected.discard(partition)
+        self.unsent.pop(partition, None)
 
     def ticket(self) -> int:
         return self.taken + len(self.outbox)
@@ -264,6 +298,7 @@ class SimStore:
         return ((1 << self.piece) - 1) << lo
 
     def emit(self, partition: PartitionId, kind: StreamKind, table: int, lo: int) -> int:
+        self.flush(partition)
         b = self.partitions[partition]
         if kind is StreamKind.HEADS or table != TABLES[0]:
             self._out(SimBlob(kind, partition, b.seq, b.ledger.fingerprint))
@@ -279,6 +314,7 @@ class SimStore:
         raise AssertionError("nobody waits for single rows here")
 
     def emit_marks(self, partition: PartitionId) -> None:
+        self.flush(partition)
         b = self.partitions[partition]
         self._out(SimBlob(StreamKind.MARKS, partition, b.seq, b.ledger.fingerprint, b.marks()))
 

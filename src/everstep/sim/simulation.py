@@ -90,7 +90,7 @@ class Simulation:
         self.truth: Any = Truth(self.plan, scenario.epochs, scenario.partitions)
         self.placed: Any = Worker  # who is told of each new map
         if scenario.mirrors:
-            lenient = scenario.protect == "eager" or bool(scenario.checkpoint_s)
+            lenient = scenario.protect != "acked" or bool(scenario.checkpoint_s)
             acked = scenario.protect == "acked"
             self.truth = Lineage(self.plan, scenario.epochs, scenario.partitions, acked, lenient)
             self.placed = Worker | MirrorPs
@@ -535,7 +535,8 @@ class Simulation:
         if not self.healed:
             self.heal()
         kernel.stopped = False
-        kernel.run(kernel.now + 3.0)
+        lag_s = self.scenario.lag_s * self.scenario.partitions if self.scenario.protect == "lag" else 0.0
+        kernel.run(kernel.now + 3.0 + lag_s)
         fingerprints: dict[int, int] = {}
         lives = {p.slot: self.lives[p.slot, p.incarnation] for p in placement.servers}
         for b, slot in enumerate(placement.owner):

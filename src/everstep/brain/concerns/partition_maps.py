@@ -167,18 +167,20 @@ class PartitionMaps(PartitionPart):
 
     def _losses(self, recovered: Recovered) -> list[InstructionType]:
         """Reopen the done shards that some partition may lack."""
-        eager = self.job.spec.protect == "eager"
+        behind = self.job.spec.protect != "acked"  # mirrors may have been so
         keys: list[ShardKey] = []
-        if recovered.taken_back or recovered.begun or eager:
+        if recovered.taken_back or recovered.begun or behind:
             keys = list(self.shards.releasing)
         elif recovered.loaded and (newest := self.checkpoints.newest) is not None:
             snapshots = [snapshot for snapshot in newest.snapshots if snapshot.partition in set(recovered.loaded)]
             keys = list(self.shards.lacking(snapshots))
-        if not (recovered.behind or eager):
+        if not (recovered.behind or behind):
             return []
         self._cost()
+        if self.job.spec.protect == "lag":
+            self.checkpoints.reruns = 0  # shards come back by this loss, whatever a script did that ran again
         samples = self.shards.reopen_done(keys)
-        out = self.checkpoints.disown(recovered.partitions if eager else recovered.behind)
+        out = self.checkpoints.disown(recovered.partitions if behind else recovered.behind)
         inputs: Inputs = {"buckets": len(recovered.behind), "shards": len(keys), "samples": samples}
         what = f"{len(keys)} done shards ({samples} samples) are opened again"
         if recovered.begun:

@@ -1,0 +1,205 @@
+// Mirrors that may be behind (protect: lag): the changes of a bucket stay open until one difference is made of them.
+//
+// Every reader of a bucket's stream sees what it would see without: an open change has its seq from the beginning, and
+// whatever goes into the outbox for this bucket (contents, marks), or ends its stream (hand over, protection ends),
+// closes it first.
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+
+#include "change.h"
+#include "store.h"
+
+namespace everstep {
+
+namespace {
+
+constexpr size_t kAhead = 8;  // rows whose lines are on their way
+
+void fetch(const Rows& rows, uint32_t slot) {
+  const uint8_t* at = rows.record(slot);
+  const size_t bytes = std::min<size_t>(rows.table().record_bytes, 1024);
+  for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i);
+  if (bytes) __builtin_prefetch(at + bytes - 1);
+}
+
+// How many entries of a difference tell of what is in the baseline, and how many of them toggle their slot.
+void count_entries(const Rows& rows, size_t& n, size_t& toggled) {
+  const Baseline& base = rows.baseline;
+  n = base.count();
+  toggled = 0;
+  if (!base.toggles()) return;
+  n = 0;
+  for (size_t i = 0; i < base.count(); ++i) {
+    const uint32_t slot = base.slot(i);
+    const bool used = rows.used(slot);
+    if (base.was_free(slot)) {
+      n += used;
+      toggled += used;
+    } else if (base.was_freed(slot) && !used) {
+      ++n;
+      ++toggled;
+    } else if (base.was_freed(slot) && rows.key(slot) != base.old_key(slot)) {
+      n += 2;
+      toggled += 2;
+    } else {
+      ++n;
+    }
+  }
+}
+
+// The entries of a table: what its rows were, XOR what they are.
+void fill(Change& change, size_t part, const Rows& rows) {
+  const Baseline& base = rows.baseline;
+  const size_t width = rows.table().record_bytes;
+  Change::Place& place = change.place(part);
+  size_t at = 0;
+  auto put_old = [&](size_t i, bool toggled, int64_t key) {
+    change.row(place, at, base.slot(i), toggled, key);
+    uint8_t* to = place.records + at++ * width;
+    std::memcpy(to, base.old(i), width);
+    return to;
+  };
+  if (!base.toggles()) {
+    for (size_t i = 0; i < base.count(); ++i) {
+      if (i + kAhead < base.count()) fetch(rows, base.slot(i + kAhead));
+      xor_bytes(put_old(i, false, 0), rows.record(base.slot(i)), width);
+    }
+    return;
+  }
+  for (size_t i = 0; i < base.count(); ++i) {
+    const uint32_t slot = base.slot(i);
+    const bool used = rows.used(slot);
+    if (base.was_free(slot)) {
+      if (used) xor_bytes(put_old(i, true, rows.key(slot)), rows.record(slot), width);
+    } else if (!base.was_freed(slot)) {
+      xor_bytes(put_old(i, false, 0), rows.record(slot), width);
+    } else if (!used) {
+      put_old(i, true, base.old_key(slot));
+    } else if (rows.key(slot) == base.old_key(slot)) {
+      xor_bytes(put_old(i, false, 0), rows.record(slot), width);
+    } else {  // another row now: the old one goes, and the new one comes
+      put_old(i, true, base.old_key(slot));
+      change.row(place, at, slot, true, rows.key(slot));
+      std::memcpy(place.records + at++ * width, rows.record(slot), width);
+    }
+  }
+}
+
+}  // namespace
+
+int64_t steady_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+void Store::set_lag(bool on, size_t bytes, int64_t pushes, double late_s) {
+  if (on && (!bytes || pushes < 1 || !(late_s > 0) || late_s > 1e6))
+    throw Malformed("a lag has bytes, pushes and seconds above 0");
+  lag_bytes_ = bytes;
+  lag_pushes_ = pushes;
+  late_ns_ = int64_t(late_s * 1e9);
+  lag_ = on;
+}
+
+void Store::join_open(Bucket& bucket) {
+  if (bucket.open.number) return;
+  ++bucket.seq;
+  bucket.open.since_ns = steady_ns();
+  bucket.open.pushes = 0;
+  bucket.open.number = opened_.fetch_add(1) + 1;
+}
+
+// Throws std::bad_alloc with nothing changed.
+bool Store::flush_locked(uint32_t b, Bucket& bucket) {
+  if (!bucket.open.number) return false;
+  blob::Marks marks;
+  marks.fingerprint = bucket.fingerprint;
+  marks.clock = bucket.clock;
+  for (int64_t shard : bucket.open.shards) {
+    auto found = bucket.shards.find(shard);
+    if (found == bucket.shards.end()) {
+      marks.shards.push_back(blob::Mark{shard, -1, 0});
+    } else {
+      marks.shards.push_back(blob::Mark{shard, found->second.watermark, found->second.fence});
+    }
+  }
+  marks.initialised.assign(bucket.open.initialised.begin(), bucket.open.initialised.end());
+  std::vector<Change::Shape> shapes;
+  std::vector<Rows*> changed;
+  for (auto& rows : bucket.rows) {
+    if (rows->baseline.empty()) continue;
+    changed.push_back(rows.get());
+    rows->baseline.sort_keys();
+    Change::Shape shape{&rows->table(), 0, 0};
+    count_entries(*rows, shape.n, shape.n_toggled);
+    shapes.push_back(shape);
+  }
+  Change change(outbox_);
+  change.lay_out(b, bucket.seq, marks, shapes);
+  for (size_t part = 0; part < changed.size(); ++part) {
+    fill(change, part, *changed[part]);
+    changed[part]->baseline.clear();
+  }
+  change.commit();
+  bucket.open.number = 0;
+  bucket.open.shards.clear();
+  bucket.open.initialised.clear();
+  return true;
+}
+
+void Store::flush_if_due(uint32_t b, Bucket& bucket, int64_t now_ns) {
+  if (!bucket.open.number) return;
+  size_t bytes = 0;
+  for (auto& rows : bucket.rows) bytes += rows->baseline.count() * rows->table().record_bytes;
+  if (bytes >= lag_bytes_ || bucket.open.pushes >= lag_pushes_ || now_ns - bucket.open.since_ns >= late_ns_)
+    flush_locked(b, bucket);
+}
+
+bool Store::flush(int64_t b) {
+  Bucket& bucket = bucket_at(b);
+  std::lock_guard<std::mutex> hold(bucket.mutex);
+  return flush_locked(uint32_t(b), bucket);
+}
+
+Store::Lag Store::lag() {
+  Lag out;
+  // Read first: whoever opened one of these holds the bucket's mutex until that can be seen.
+  out.opened = out.closed = opened_.load();
+  const int64_t now_ns = steady_ns();
+  int64_t since_ns = now_ns;
+  for (uint32_t b = 0; b < n_buckets_; ++b) {
+    Bucket& bucket = buckets_[b];
+    std::lock_guard<std::mutex> hold(bucket.mutex);
+    if (!bucket.open.number) continue;
+    out.closed = std::min(out.closed, bucket.open.number - 1);
+    ++out.buckets;
+    since_ns = std::min(since_ns, bucket.open.since_ns);
+    for (auto& rows : bucket.rows) {
+      out.rows += rows->baseline.count();
+      out.bytes += rows->baseline.count() * rows->table().record_bytes;
+    }
+  }
+  out.oldest_s = double(now_ns - since_ns) * 1e-9;
+  return out;
+}
+
+size_t Store::flush_older(double age_s, size_t most) {
+  const int64_t before = steady_ns() - int64_t(age_s * 1e9);
+  std::vector<std::pair<int64_t, uint32_t>> due;
+  for (uint32_t b = 0; b < n_buckets_; ++b) {
+    std::lock_guard<std::mutex> hold(buckets_[b].mutex);
+    if (buckets_[b].open.number && buckets_[b].open.since_ns <= before)
+      due.emplace_back(buckets_[b].open.since_ns, b);
+  }
+  std::sort(due.begin(), due.end());
+  size_t done = 0;
+  for (auto& [since, b] : due) {
+    if (done >= most) break;
+    std::lock_guard<std::mutex> hold(buckets_[b].mutex);
+    done += flush_locked(b, buckets_[b]);
+  }
+  return done;
+}
+
+}  // namespace everstep

@@ -1,0 +1,101 @@
+"""Decides when mirrors that may lag (``protect: lag``) are sent what they lack, and knows how far behind they are.
+
+The store keeps a protected partition's changes open (native/lag.cpp); ``look`` flushes those that are due, a partition
+at a time, and the later the better: a row that is changed again meanwhile costs nothing more. A partition may be
+flushed from ``EARLY`` of the lag on, while no worker asks for anything or when its turn has come; at ``DUE`` it is
+flushed whoever asks. So the work is spread over the lag, and yields to pulls and pushes. A push flushes what is older
+than ``LATE`` lags itself (``Store.set_lag``), where this thread does not get to it.
+
+``confirmed`` follows: all changes that were opened up to this number are at all mirrors.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from everstep.native import Store
+
+EARLY, DUE, LATE = 0.7, 0.9, 2.0
+"""Shares of the lag; see above."""
+
+BOUND_LAGS = 5.0
+BOUND_LEAST_S = 10.0
+"""Mirrors that are further behind than so many lags, and than so many seconds, make pushes wait."""
+
+OPEN_BYTES = 3 << 20
+"""Old records that a partition may have open: its difference then fits into a piece of memory that is used again."""
+
+OPEN_PUSHES = 1 << 20
+
+
+class LagFlusher:
+    """See the module's docstring. Thread-safe. ``done_ticket()``: up to which ticket of the outbox all mirrors have
+    everything; ``send()``: what is in the outbox shall go out; ``requests()``: how many pulls and pushes there were."""
+
+    def __init__(
+        self,
+        store: Store,
+        lag_s: float,
+        done_ticket: Callable[[], int],
+        send: Callable[[], None],
+        requests: Callable[[], int],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.lag_s = lag_s
+        self.bound_s = max(BOUND_LEAST_S, BOUND_LAGS * lag_s)
+        self.confirmed = 0
+        self.behind_s = 0.0
+        """Age of the oldest change that some mirror lacks, as of the last look."""
+        self._store, self._done_ticket, self._send, self._requests, self._now = store, done_ticket, send, requests, now
+        self._lock = threading.Lock()
+        self._sent: deque[tuple[int, int]] = deque()  # (all up to this number is in the outbox, its ticket then)
+        self._opened: deque[tuple[int, float]] = deque()  # (number of the newest change, when it was seen first)
+        self._asked, self._flushed_at = 0, now()
+        store.set_lag(OPEN_BYTES, OPEN_PUSHES, LATE * lag_s)
+
+    def __repr__(self) -> str:
+        return f"<mirrors {self.behind_s:.2f} s behind, {self.lag_s:g} s allowed>"
+
+    @property
+    def late(self) -> bool:
+        """Return whether mirrors are so far behind that pushes have to wait."""
+        return self.behind_s > self.bound_s
+
+    def look(self) -> float:
+        """Return in how many seconds to look again, after flushing what is due."""
+        now, lag = self._now(), self._store.lag()
+        asked = self._requests()
+        idle, self._asked = asked == self._asked, asked
+        flushed = 0
+        if lag.partitions:
+            turn = now - self._flushed_at >= DUE * self.lag_s / lag.partitions
+            if lag.oldest_s >= DUE * self.lag_s:
+                flushed = self._store.flush_older(DUE * self.lag_s, 1)
+            elif lag.oldest_s >= EARLY * self.lag_s and (idle or turn):
+                flushed = self._store.flush_older(EARLY * self.lag_s, 1)
+        if flushed:
+            self._flushed_at = now
+            self._send()
+        self.advance()
+        pause = min(0.1, max(0.005, self.lag_s / 40))
+        return min(pause, 0.001) if flushed else pause
+
+    def advance(self) -> tuple[int, int]:
+        """See how far the mirrors are. Return up to which number they have all changes, and the newest number."""
+        with self._lock:
+            now, lag = self._now(), self._store.lag()
+            ticket = self._store.outbox_ticket()  # (after what is closed was read)
+            if lag.closed > (self._sent[-1][0] if self._sent else self.confirmed):
+                self._sent.append((lag.closed, ticket))
+            done = self._done_ticket()
+            while self._sent and self._sent[0][1] <= done:
+                self.confirmed = self._sent.popleft()[0]
+            while self._opened and self._opened[0][0] <= self.confirmed:
+                self._opened.popleft()
+            if lag.opened > (self._opened[-1][0] if self._opened else self.confirmed):
+                self._opened.append((lag.opened, now))
+            self.behind_s = max(0.0, now - self._opened[0][1]) if self._opened else 0.0
+            return self.confirmed, lag.opened

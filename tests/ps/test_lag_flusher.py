@@ -1,0 +1,96 @@
+"""When mirrors that may lag are sent what they lack, and what is known of how far they are."""
+
+from __future__ import annotations
+
+from everstep.model.shard import shard_key
+from everstep.model.table import InitSpec, OptimizerKind, OptimizerSpec, TableSpec
+from everstep.native import Store
+from everstep.ps.lag_flusher import LagFlusher
+
+SHARD = shard_key(0, 0, 0)
+LONG_S, SHORT_S = 1e5, 1e-7
+
+
+class Ps:
+    """A store with four protected partitions; how far its mirrors are, the clock and the requests are played."""
+
+    def __init__(self, lag_s: float) -> None:
+        self.store = Store(4, 1)
+        self.store.declare(TableSpec("t", 2, OptimizerSpec(OptimizerKind.SGD, 0.1), InitSpec()))
+        self.store.own([0, 1, 2, 3])
+        self.store.protect([0, 1, 2, 3], True)
+        self.done = self.sent = self.requests = self.lease = 0
+        self.now = 100.0
+        self.lag = LagFlusher(self.store, lag_s, lambda: self.done, self.send, lambda: self.requests, lambda: self.now)
+
+    def send(self) -> None:
+        self.sent += 1
+
+    def change(self) -> None:
+        """Change the marks of all partitions."""
+        self.lease += 1
+        assert self.store.open(SHARD, 0, self.lease) is not None
+
+
+def test_what_is_not_due_stays_open() -> None:
+    ps = Ps(LONG_S)
+    ps.change()
+    assert ps.lag.look() > 0
+    assert (ps.sent, ps.store.lag().partitions) == (0, 4)
+
+
+def test_what_is_due_is_sent_one_partition_at_a_time() -> None:
+    ps = Ps(SHORT_S)
+    ps.change()
+    for left in (3, 2, 1, 0):
+        ps.requests += 1  # somebody is always asking
+        ps.lag.look()
+        assert (ps.sent, ps.store.lag().partitions) == (4 - left, left)
+    ps.lag.look()
+    assert ps.sent == 4
+
+
+def test_confirmed_is_what_all_mirrors_have() -> None:
+    ps = Ps(LONG_S)
+    assert ps.lag.advance() == (0, 0)
+    ps.change()
+    assert ps.lag.advance() == (0, 4)
+    for partition in (0, 1, 3):
+        ps.store.flush(partition)
+    ps.done = 3
+    assert ps.lag.advance() == (2, 4)  # number 3, of partition 2, is open
+    ps.change()
+    assert ps.lag.advance() == (2, 7)
+    ps.store.flush(2)
+    assert ps.lag.advance() == (2, 7)  # it is in the outbox, and nobody has it yet
+    ps.done = 4
+    assert ps.lag.advance() == (4, 7)
+    for partition in range(4):
+        ps.store.flush(partition)
+    ps.done = 6
+    assert ps.lag.advance() == (4, 7)
+    ps.done = 7
+    assert ps.lag.advance() == (7, 7)
+
+
+def test_pushes_wait_for_mirrors_that_are_too_far_behind() -> None:
+    ps = Ps(3.0)
+    assert ps.lag.bound_s == 15.0 and Ps(1.0).lag.bound_s == 10.0
+    ps.change()
+    ps.lag.advance()
+    ps.now += 8.0
+    ps.store.flush(0)
+    ps.change()  # a younger one
+    ps.lag.advance()
+    assert ps.lag.behind_s == 8.0 and not ps.lag.late
+    ps.now += 8.0
+    ps.lag.advance()
+    assert ps.lag.behind_s == 16.0 and ps.lag.late
+    ps.done = 1
+    ps.lag.advance()
+    assert ps.lag.late  # the oldest of the first four is not the only one
+    for partition in range(4):
+        ps.store.flush(partition)
+    ps.done = 5
+    ps.lag.advance()
+    assert ps.lag.behind_s == 0.0 and not ps.lag.late
