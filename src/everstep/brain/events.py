@@ -26,6 +26,7 @@ from everstep.model.reasons import Arrival, CheckpointReason, LeaveReason
 from everstep.model.shard import Lease, ShardSchedule
 from everstep.model.snapshot import Holdings, Manifest, PartitionSnapshot, ReplicaCopy
 from everstep.model.spent import Spent
+from everstep.model.spot_choice import SpotChoice
 from everstep.model.table import TableSpec
 from everstep.policies.hot import HotMove
 
@@ -429,6 +430,12 @@ class SpendingNoted(Fact, frozen=True, tag="spending_noted"):
     spent: Spent
 
 
+class SpotChosen(Fact, frozen=True, tag="spot_chosen"):
+    """The spot policy of the job chose anew, or failed: the next master goes on from it."""
+
+    choice: SpotChoice
+
+
 class JobUnsuspended(Fact, frozen=True, tag="job_unsuspended"):
     """A suspended job goes on, in a new run of its master; said before that master begins. ``number``: of the
     suspension that ends. ``reason``: for people."""
@@ -483,6 +490,7 @@ Noticed = (
     | GroupDue
     | NodesDue
     | SpendingNoted
+    | SpotChosen
     | SupervisionDue
     | JobUnsuspended
 )
