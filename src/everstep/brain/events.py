@@ -45,7 +45,8 @@ class MasterStarted(Fact, frozen=True, tag="master_started"):
     last checkpoint; what their masters recorded is replayed in their way. ``empties``, likewise: a node that is drained
     is emptied also where too few ps are left for the parity. ``ranks``, likewise: of ps that leave, what would be lost
     with them goes to others first. ``refills``, likewise: a place that becomes free is taken by a process that
-    waits for one, and a job that is scaled goes on emptying the nodes that are drained."""
+    waits for one, and a job that is scaled goes on emptying the nodes that are drained. ``saves``, likewise: mode ps
+    takes a checkpoint where a node goes with partitions of which nobody else has a complete copy."""
 
     incarnation: Incarnation
     spec: JobSpec
@@ -53,9 +54,10 @@ class MasterStarted(Fact, frozen=True, tag="master_started"):
     empties: bool = False
     ranks: bool = False
     refills: bool = False
+    saves: bool = False
 
 
-RULES: Final[dict[str, bool]] = {"settles": True, "empties": True, "ranks": True, "refills": True}
+RULES: Final[dict[str, bool]] = {"settles": True, "empties": True, "ranks": True, "refills": True, "saves": True}
 """What today's masters say of themselves in :class:`MasterStarted`."""
 
 
