@@ -84,7 +84,7 @@ class Worker:
 
 
 def group_of(generation: int, workers: Sequence[Worker], **more: Any) -> Group:
-    return Group(generation=generation, members=tuple(w.member for w in workers), **{"origin": 1, **more})
+    return Group(generation=generation, members=tuple(w.member for w in workers), **{"lineage": 1, **more})
 
 
 def agree(generation: int, workers: Sequence[Worker], **more: Any) -> list[Position]:

@@ -24,14 +24,18 @@ B, C = NodeId("b"), NodeId("c")
 class Job:
     """A brain, and ps that have at once what they are to have."""
 
-    def __init__(self, ranks: bool = True, refills: bool = True, **fields: Any) -> None:
+    def __init__(self, ranks: bool = True, refills: bool = True, saves: bool = True, **fields: Any) -> None:
         self.brain, self.at = Brain(), 100.0
         self.notes: list[str] = []
         self.maps = 0
         self.starting: list[said.StartProcess] = []
         self.stopping: list[said.StopProcess] = []
         self.spec = JobSpec(**{"workers": 0, "partitions": 24, "max_restarts": 1000} | fields)
-        self.tell(said.MasterStarted(Incarnation(1), self.spec, **said.RULES | {"ranks": ranks, "refills": refills}))
+        self.tell(
+            said.MasterStarted(
+                Incarnation(1), self.spec, **said.RULES | {"ranks": ranks, "refills": refills, "saves": saves}
+            )
+        )
 
     def tell(self, fact: said.FactType, by: said.Sender = said.MASTER) -> None:
         self.at += 0.1

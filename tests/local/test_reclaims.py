@@ -55,3 +55,33 @@ def test_a_notice_of_the_masters_node_suspends_the_job(run: Run) -> None:
     run.hurry()
     run.go_on()
     run.ended_well()
+
+
+def test_a_notice_of_the_only_ps_takes_a_checkpoint_from_which_the_next_one_goes_on(run: Run) -> None:
+    """Nobody could take its rows: they are in a checkpoint when its node goes, and each sample counts once."""
+    alarm, settings = run.folder / "going", run.folder / "job.yaml"
+    settings.write_text("master_alone: true\nnodes: 2\ncheckpoint_every: 1h\nlost_after_s: 5\n")
+    run.write(epochs=40, pause_s=0.2)
+    run.start("-c", str(settings), "--workers", "1", "--ps", "1", "--bind", "127.0.0.1:0")
+    until(lambda: "--join " in run.text(), why=run.story)
+    at = run.text().partition("--join ")[2].split()[0]
+    join(run, at, "b", "--ps", "1", "--machine", "mb", "--notices", f"file:{alarm}")
+    run.alive(Role.PS, 0)
+    run.trained(200)
+    alarm.write_text("12")
+    until(
+        lambda: (
+            "and no other ps could take them: a checkpoint is taken" in run.everstep("explain", str(run.run_dir))[1]
+        ),
+        why=run.story,
+    )
+    join(run, at, "c", "--ps", "1", "--machine", "mc")
+    until(lambda: (m := run.status()) is not None and any(n.node == "c" and n.ps for n in m.nodes), why=run.story)
+    before = run.samples()
+    until(lambda: run.samples() > before, why=run.story)
+    run.hurry()
+    run.ended_well()
+    code, out = run.everstep("checkpoint", "ls", str(run.run_dir))
+    assert code == 0 and out.count("\n") >= 2, out
+    run.wait_join("b")
+    assert run.wait_join("c") == 0, run.join_text("c")

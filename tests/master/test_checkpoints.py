@@ -21,6 +21,7 @@ from everstep.brain.events import (
     PlanRegistered,
     ShardAsked,
     SnapshotsWritten,
+    SpotChosen,
     by_ps,
     by_worker,
 )
@@ -32,6 +33,7 @@ from everstep.model.member import Address, Role
 from everstep.model.reasons import CheckpointReason
 from everstep.model.shard import ShardSchedule
 from everstep.model.snapshot import CheckpointFile, PartitionSnapshot
+from everstep.model.spot_choice import SpotChoice
 from everstep.net.messages import OrderType, TakeSnapshots
 from everstep.protect.manifest import latest_intact, list_checkpoints, read_manifest
 from everstep.protect.sources import Origin, SnapshotSources, write_origin
@@ -103,6 +105,23 @@ class Shell:
         async with asyncio.timeout(30.0):
             while not what():
                 await asyncio.sleep(0.005)
+
+
+def test_what_the_spot_policy_chose_is_the_interval(tmp_path: Path) -> None:
+    spec = JobSpec(ps=1, partitions=2, checkpoint_every="10m", spot_policy="hazard")
+    shell = Shell(tmp_path, spec)
+    shell.begin(spec)
+    shell.tell(Event(shell.at, MemberJoined(Role.WORKER, Slot(0), ONE, NodeId("node0"), 2)))
+    by = by_worker(Slot(0), ONE)
+    shell.tell(Event(shell.at, PlanRegistered(ShardSchedule(name="d", samples=9, shard_samples=3, seed=0)), by))
+    shell.tell(Event(shell.at, ShardAsked(0, 1, 1), by))
+    shell.controller.tick(shell.at + 300.0)
+    assert not shell.sent, "as job.yaml says, until the policy has chosen"
+    shell.tell(SpotChosen(SpotChoice(50.0)))
+    shell.controller.tick(shell.at + 49.0)
+    assert not shell.sent
+    shell.controller.tick(shell.at + 50.0)
+    assert shell.sent == [(0, TakeSnapshots(1, 0, shell.place))]
 
 
 def test_a_checkpoint_when_it_is_due(tmp_path: Path) -> None:

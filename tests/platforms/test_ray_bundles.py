@@ -30,6 +30,16 @@ def test_nodes_that_are_asked_for_together_are_one_group() -> None:
     assert bundles.free(names(1, 3, 4)) == [1] and bundles.nodes() == []
 
 
+def test_a_free_bundle_that_is_on_a_machine_is_taken_before_one_that_is_on_none() -> None:
+    """The machine of ray-1 is lost, and Ray finds no other one for its bundle; ray-3 was given back."""
+    bundles = Bundles()
+    bundles.assign(names(1, 2, 3))
+    bundles.free(names(1, 3))
+    placed, made = bundles.assign(names(4), {BundlePlace(1, 1), BundlePlace(1, 2)})
+    assert made is None and placed == [(names(4)[0], BundlePlace(1, 2))]
+    assert bundles.assign(names(5))[0] == [(names(5)[0], BundlePlace(1, 0))], "it waits there for a machine"
+
+
 def test_what_an_earlier_run_left_is_taken_over() -> None:
     bundles = Bundles()
     bundles.adopt(4, 2)

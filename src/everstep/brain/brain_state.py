@@ -17,6 +17,7 @@ from everstep.brain.shards import Shards
 from everstep.brain.supervision import Supervision
 from everstep.model.placement import Placement
 from everstep.model.spent import Spent
+from everstep.model.spot_choice import SpotChoice
 
 SNAPSHOT_VERSION = 7
 
@@ -35,6 +36,7 @@ class State(msgspec.Struct, kw_only=True):
     duty: Duty = msgspec.field(default_factory=Duty)
     supervision: Supervision = msgspec.field(default_factory=Supervision)
     spent: Spent = Spent()
+    spot: SpotChoice = SpotChoice()
 
     @property
     def placement(self) -> Placement | None:

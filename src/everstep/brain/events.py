@@ -26,6 +26,7 @@ from everstep.model.reasons import Arrival, CheckpointReason, LeaveReason
 from everstep.model.shard import Lease, ShardSchedule
 from everstep.model.snapshot import Holdings, Manifest, PartitionSnapshot, ReplicaCopy
 from everstep.model.spent import Spent
+from everstep.model.spot_choice import SpotChoice
 from everstep.model.table import TableSpec
 from everstep.policies.hot import HotMove
 
@@ -44,7 +45,8 @@ class MasterStarted(Fact, frozen=True, tag="master_started"):
     last checkpoint; what their masters recorded is replayed in their way. ``empties``, likewise: a node that is drained
     is emptied also where too few ps are left for the parity. ``ranks``, likewise: of ps that leave, what would be lost
     with them goes to others first. ``refills``, likewise: a place that becomes free is taken by a process that
-    waits for one, and a job that is scaled goes on emptying the nodes that are drained."""
+    waits for one, and a job that is scaled goes on emptying the nodes that are drained. ``saves``, likewise: mode ps
+    takes a checkpoint where a node goes with partitions of which nobody else has a complete copy."""
 
     incarnation: Incarnation
     spec: JobSpec
@@ -52,9 +54,10 @@ class MasterStarted(Fact, frozen=True, tag="master_started"):
     empties: bool = False
     ranks: bool = False
     refills: bool = False
+    saves: bool = False
 
 
-RULES: Final[dict[str, bool]] = {"settles": True, "empties": True, "ranks": True, "refills": True}
+RULES: Final[dict[str, bool]] = {"settles": True, "empties": True, "ranks": True, "refills": True, "saves": True}
 """What today's masters say of themselves in :class:`MasterStarted`."""
 
 
@@ -429,6 +432,12 @@ class SpendingNoted(Fact, frozen=True, tag="spending_noted"):
     spent: Spent
 
 
+class SpotChosen(Fact, frozen=True, tag="spot_chosen"):
+    """The spot policy of the job chose anew, or failed: the next master goes on from it."""
+
+    choice: SpotChoice
+
+
 class JobUnsuspended(Fact, frozen=True, tag="job_unsuspended"):
     """A suspended job goes on, in a new run of its master; said before that master begins. ``number``: of the
     suspension that ends. ``reason``: for people."""
@@ -483,6 +492,7 @@ Noticed = (
     | GroupDue
     | NodesDue
     | SpendingNoted
+    | SpotChosen
     | SupervisionDue
     | JobUnsuspended
 )

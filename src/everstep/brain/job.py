@@ -22,7 +22,8 @@ class Phase(StrEnum):
 
 class JobState(msgspec.Struct, kw_only=True):
     """``workers_wanted``, ``ps_wanted``: slots 0..n-1 should be filled. ``leases``: counter of this master's lease
-    numbers. ``settles``, ``empties``, ``ranks``, ``refills``: see :class:`everstep.brain.events.MasterStarted`.
+    numbers. ``settles``, ``empties``, ``ranks``, ``refills``, ``saves``: see
+    :class:`everstep.brain.events.MasterStarted`.
     ``gathered``: the job waits for no more nodes before it begins (``nodes``); ``nodes_due_at``: until then it does,
     0.0: none has joined. ``anyway``: the job has waited for long enough, and runs with those who are there.
     ``workers_asked``: how many it was scaled to last, beside those that nodes bring along; 0: it was not scaled."""
@@ -48,6 +49,7 @@ class JobState(msgspec.Struct, kw_only=True):
     anyway: bool = False
     workers_asked: int = 0
     refills: bool = False
+    saves: bool = False
 
     @property
     def over(self) -> bool:

@@ -47,6 +47,9 @@ def cli() -> None:
 @click.option("--fail-tolerance", type=int, help="Lost workers and ps that the job takes, beside lost nodes.")
 @click.option("--reliable", help="Roles on machines that stay, while there is one: master, ps, or master,ps.")
 @click.option("--fallback", help="Ask for on-demand machines after so long a wait for spot, e.g. 10m (default off).")
+@click.option(
+    "--spot-policy", help="Sets the interval between checkpoints: none (default), hazard, or your own module:callable."
+)
 @click.option("--prices", help="File of what machines cost (CSV, JSON, Parquet): the cost is shown while it runs.")
 @click.option("--budget", type=float, help="USD: suspend the job before it has spent more (needs --prices).")
 @click.option("--stabilization", help="Capacity that is back counts after so long (default 10s).")
@@ -453,7 +456,7 @@ def cost(run_dir: Path, as_json: bool, prices: Path | None, at: str, kind: str, 
 @click.option("--compare", multiple=True, metavar="NAME=A,B", help="Try each of these values; again: all combinations.")
 @click.option("--seeds", type=int, default=1, help="Stories: the same cloud from so many moments (default 1).")
 @click.option(
-    "--spot-policy", default="none", help="Interval and parity: none (default), hazard, or your own module:callable."
+    "--spot-policy", default="", help="Interval and parity: none, hazard, or your own module:callable (as in job.yaml)."
 )
 @click.option("--limit", default="60d", help="Give up after so long (default 60d).")
 @click.option("--baselines", is_flag=True, help="Also what others would do with the same machines.")

@@ -71,6 +71,7 @@ def run_job(config: Path | None, flags: Mapping[str, Any], live: bool) -> int:
         spec = msgspec.structs.replace(spec, bind="0.0.0.0:0")
     spec = priced(spec)
     check_policy_module(spec.policy, script.parent)
+    check_policy_module(spec.spot_policy, script.parent, "spot_policy")
     name = spec.name if origins.get("name") != "default" else job_name(script)
     to = absolute(spec.checkpoint_to) if spec.checkpoint_to else ""
     spec = msgspec.structs.replace(

@@ -63,7 +63,7 @@ class Request(NamedTuple):
     prices: Path | None = None
     at: str = ""
     kind: str = ""
-    spot_policy: str = "none"
+    spot_policy: str = ""
 
 
 class Setting(NamedTuple):
@@ -224,7 +224,6 @@ def simulate_job(request: Request, say: Callable[[str], None] = lambda line: Non
     rows: list[Row] = []
     source, work = "", Work(1, 1, 1)
     lines: tuple[str, ...] = ()
-    policy = _load_spot_policy(request.spot_policy)
     for setting in settings_of(request, recorded):
         spec, about = setting.spec, ""
         if parse_every(spec.checkpoint_every).batches:
@@ -239,8 +238,9 @@ def simulate_job(request: Request, say: Callable[[str], None] = lambda line: Non
             raise ConfigError(f"--nodes {request.nodes}: {error}") from None
         if request.kind:
             spec = msgspec.structs.replace(spec, hardware=offer.hardware, zone=offer.zone)
-        if policy is not None:
-            spec, about = _planned(policy, request.spot_policy, spec, setting.model, told[0])
+        name = request.spot_policy or spec.spot_policy
+        if (policy := _load_spot_policy(name)) is not None:
+            spec, about = _planned(policy, name, spec, setting.model, told[0])
         lead_s = seconds(spec.capacity_lead)
         say(setting.name)
         found = [
@@ -293,7 +293,8 @@ def _planned(policy: SpotPolicy, name: str, spec: JobSpec, model: MeasuredJob, s
     if not isinstance(plan, SpotPlan) or not plan.interval_s >= 0:
         raise ConfigError(f"--spot-policy {name!r}: it returned {plan!r}: expected a SpotPlan with interval_s >= 0")
     every = f"{max(1.0, plan.interval_s):.0f}s" if plan.interval_s else ""
-    spec = msgspec.structs.replace(spec, checkpoint_every=every, parity=plan.parity or spec.parity)
+    parity = plan.parity or spec.parity
+    spec = msgspec.structs.replace(spec, checkpoint_every=every, parity=parity, spot_policy="none")
     check_spec(spec)
     words = f"{name}: a checkpoint every {every or 'never'}, parity {spec.parity}, {plan.safe_ps} ps safe: {plan.why}"
     return spec, words

@@ -213,6 +213,7 @@ def check_spec(spec: JobSpec, origins: Mapping[str, str] | None = None) -> None:
             f"master_lost_s = {spec.master_lost_s}{at['master_lost_s']}: below master_silent_s = {spec.master_silent_s}"
         )
     _check_policy(spec, at)
+    _check_spot_policy(spec, at)
     parse_limit(spec.progress_timeout, f"progress_timeout{at['progress_timeout']}")
     parse_every(spec.checkpoint_every, f"checkpoint_every{at['checkpoint_every']}")
     if spec.checkpoint_keep_every:
@@ -352,6 +353,24 @@ def _check_reliable(spec: JobSpec, at: Mapping[str, str]) -> None:
         )
 
 
+def _check_spot_policy(spec: JobSpec, at: Mapping[str, str]) -> None:
+    """Check who sets the interval between checkpoints, and that there is one that can be set."""
+    name, where = spec.spot_policy, f"spot_policy = {spec.spot_policy!r}{at['spot_policy']}"
+    module, colon, attribute = name.partition(":")
+    if not colon and name not in SPOT_POLICIES:
+        raise ConfigError(f"{where}: no such spot policy; there are {', '.join(SPOT_POLICIES)}, and module:callable")
+    if colon and not (attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))):
+        raise ConfigError(f"{where}: expected module:callable, such as mine:choose for choose in mine.py")
+    if name == "none":
+        return
+    if not spec.capacity and not spec.bind:
+        raise ConfigError(f"{where}: no machine of this job can be taken back; give capacity, on or bind")
+    every = f"checkpoint_every = {spec.checkpoint_every!r}{at['checkpoint_every']}"
+    if not parse_every(spec.checkpoint_every, every).seconds:
+        raise ConfigError(f"{where}: it sets the interval between checkpoints; give a first one: checkpoint_every 10m")
+
+
+SPOT_POLICIES: Final = ("none", "hazard")
 RELIABLE: Final = ("master", "ps")
 _LISTS: Final = ("reliable",)
 """Settings that may be written as one text: ``master,ps``."""
@@ -503,10 +522,10 @@ def check_script(script: str | Path) -> Path:
     return path.absolute()
 
 
-def check_policy_module(policy: str, folder: Path) -> None:
-    """Raises ConfigError: ``module:callable``, and the module is neither in ``folder`` (the script's) nor where Python
-    finds modules, or a file there in which nothing has this name. It is not imported: that is for the policy's own
-    thread."""
+def check_policy_module(policy: str, folder: Path, field: str = "policy") -> None:
+    """Check the ``module:callable`` of a ``field``. Raises ConfigError: the module is neither in ``folder`` (the
+    script's) nor where Python finds modules, or a file there in which nothing has this name. It is not imported: that
+    is for the policy's own thread."""
     if ":" not in policy:
         return
     module, _, name = policy.partition(":")
@@ -514,7 +533,7 @@ def check_policy_module(policy: str, folder: Path) -> None:
     beside = importlib.machinery.PathFinder.find_spec(top, [str(folder), ""])
     if beside is None and top not in sys.modules and importlib.util.find_spec(top) is None:
         raise ConfigError(
-            f"policy = {policy!r}: there is no module {top!r} beside the script ({folder}), or where Python finds them"
+            f"{field} = {policy!r}: there is no module {top!r} beside the script ({folder}), or where Python finds them"
         )
     path = folder / f"{module}.py"
     if not path.is_file():
@@ -522,11 +541,11 @@ def check_policy_module(policy: str, folder: Path) -> None:
     try:
         names = _names_of(ast.parse(path.read_bytes(), str(path)))
     except SyntaxError as error:
-        raise ConfigError(f"policy = {policy!r}: {path.name}, line {error.lineno}: {error.msg}") from None
+        raise ConfigError(f"{field} = {policy!r}: {path.name}, line {error.lineno}: {error.msg}") from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"policy = {policy!r}: {path.name} cannot be read: {error}") from None
+        raise ConfigError(f"{field} = {policy!r}: {path.name} cannot be read: {error}") from None
     if names is not None and name not in names:
-        raise ConfigError(f"policy = {policy!r}: {path} has no {name!r}{_nearest(name, names)}")
+        raise ConfigError(f"{field} = {policy!r}: {path} has no {name!r}{_nearest(name, names)}")
 
 
 def _nearest(name: str, names: Collection[str]) -> str:

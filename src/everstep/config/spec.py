@@ -36,6 +36,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     fail_tolerance: int = -1  # so many lost workers and ps are taken, beside those of lost nodes; -1: any number
     reliable: tuple[str, ...] = ()  # roles that stand on machines which stay, while there is one: master, ps
     fallback: str = "off"  # after so long a wait for spot machines on-demand ones are asked for; "off": never
+    spot_policy: str = "none"  # who sets the interval between checkpoints: none, hazard, or module:callable
     prices: str = ""  # file of what machines cost: the cost of the job is shown while it runs; empty: none
     budget: float = 0.0  # USD: the job is suspended before it has spent more; 0: any sum. Needs prices
     stabilization: str = "10s"  # capacity that is back counts once it has stayed for so long

@@ -126,12 +126,13 @@ class CheckpointController:
             readings = self._readings.of(MemberKey(Role.WORKER, member.slot), member.incarnation)
             if "batches" in readings:
                 self._batches[member.slot, member.incarnation] = int(readings["batches"])
+        every_s = (self._every.seconds and self._brain.state.spot.interval_s) or self._every.seconds
         if self._brain.takes(StepsCommitted):
             if self._brain.state.groups.step <= replica_start(self._brain.checkpoints)[0].step:
                 return False  # the newest one has everything
             since = self._brain.state.groups.step - self._batches_then
-            return is_due(self._every.seconds, self._every.batches, at - began_at, since)
-        return is_due(self._every.seconds, self._every.batches, at - began_at, self._batches_now - self._batches_then)
+            return is_due(every_s, self._every.batches, at - began_at, since)
+        return is_due(every_s, self._every.batches, at - began_at, self._batches_now - self._batches_then)
 
     @property
     def _batches_now(self) -> int:

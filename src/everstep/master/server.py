@@ -78,6 +78,7 @@ from everstep.master.metrics import MetricsServer
 from everstep.master.observe import Observer
 from everstep.master.policy import PolicyController
 from everstep.master.readings import METRICS_FILE, Readings
+from everstep.master.spot_policy import SpotController
 from everstep.master.stalls import Stalls
 from everstep.master.store_server import StoreServer
 from everstep.model.decision import Decision
@@ -197,6 +198,7 @@ class Master:
             made=lambda: self._from_thread(self.policy.tick, self.clock.now()),
         )
         self.costs = CostController(self.brain, spec, self._tell, self._note) if spec.prices else None
+        self.spot = SpotController(self.brain, spec, self._tell) if spec.spot_policy != "none" else None
         self._counted: dict[Key, float] = {}
         self.metrics = MetricsServer(spec.metrics, run_dir, self._page) if spec.metrics else None
         self.faults = FaultInjector(self.brain, self._reach, self._reach_agent, self._note)
@@ -345,6 +347,8 @@ class Master:
         self._undurable.append((handled, later))
         if self.costs is not None:
             self.costs.take(handled.event)
+        if self.spot is not None:
+            self.spot.take(handled.event)
         self.step_schedules.handled()
 
     def _failed_on(self, error: BrainError, later: Later | None) -> None:
@@ -675,6 +679,8 @@ class Master:
             self.policy.tick(at)
             if self.costs is not None:
                 self.costs.tick(at)
+            if self.spot is not None:
+                self.spot.tick(at)
             if at - metrics_at >= METRICS_S and self._finish is None:
                 metrics_at = at
                 self._check_fence()

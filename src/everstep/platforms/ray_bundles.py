@@ -1,12 +1,13 @@
 """Decides which bundle of which placement group a node of a job gets. Pure.
 
 The nodes that a job asks for together are one group, spread over machines. A group is given back as a whole, since Ray
-has no smaller unit: a node that is asked for later takes a free bundle of an older group first.
+has no smaller unit: a node that is asked for later takes a free bundle of an older group first. It takes one that is on
+a machine before one that Ray has to move: there may be no machine for that one, as none takes two bundles of its group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from everstep.ids import NodeId
@@ -38,10 +39,13 @@ class Bundles:
         """A node is in a bundle already."""
         self._groups[place.group][place.bundle] = node
 
-    def assign(self, nodes: Sequence[NodeId]) -> tuple[list[tuple[NodeId, BundlePlace]], tuple[int, int] | None]:
+    def assign(
+        self, nodes: Sequence[NodeId], placed_now: Collection[BundlePlace] = ()
+    ) -> tuple[list[tuple[NodeId, BundlePlace]], tuple[int, int] | None]:
         """Return the bundle of each node, and the number and size of a group that has to be made for them first; None:
-        there are free bundles enough."""
+        there are free bundles enough. ``placed_now``: bundles that are on a machine that lives."""
         free = [BundlePlace(g, i) for g, taken in self._groups.items() for i, node in enumerate(taken) if node is None]
+        free.sort(key=lambda place: place not in placed_now)
         lack = len(nodes) - len(free)
         made = None
         if lack > 0:

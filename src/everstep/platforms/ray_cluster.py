@@ -190,7 +190,7 @@ class RayCluster:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         with _ray_errors("request"):
-            placed, made = self._bundles.assign(nodes)
+            placed, made = self._bundles.assign(nodes, self._placed_now())
             if made is not None:
                 number, size = made
                 alive = sum(bool(node["Alive"]) for node in ray.nodes())
@@ -218,6 +218,20 @@ class RayCluster:
                     .remote(self._words(node), self._secret(), node, group)
                 )
                 self._hold(node, actor)
+
+    def _placed_now(self) -> set[BundlePlace]:
+        """Return the bundles of this job that are on a machine that lives."""
+        import ray
+        from ray.util.placement_group import placement_group_table
+
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        found = set()
+        for entry in placement_group_table().values():
+            name, _, number = str(entry["name"]).rpartition(".")
+            if name == self._group and number.isdigit() and entry["state"] != "REMOVED":
+                on = entry["bundles_to_node_id"].items()
+                found |= {BundlePlace(int(number), int(bundle)) for bundle, machine in on if machine in alive}
+        return found
 
     def _hold(self, node: NodeId, actor: Any) -> None:
         self._nodes[node] = RayNode(actor, actor.where.remote(), actor.ended.remote())

@@ -5,7 +5,7 @@ checkpoints and the level of parity, by the formulas of ``advise``; what a machi
 for; and when machines that stay are due, because those that go would not finish in time.
 
 A *spot policy* is a function from ``SpotSeen`` to ``SpotPlan``. ``by_hazard`` is the shipped one. A user's own one is
-named ``module:callable``, as for stragglers (``everstep simulate --spot-policy``).
+named ``module:callable``, as for stragglers (``everstep simulate --spot-policy``, ``everstep run --spot-policy``).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
 from everstep.model.capacity import Market, Offer
+from everstep.model.spot_choice import ReclaimsSeen
 from everstep.policies.advise import Case, options, young_interval
 
 PRIOR_S: Final = 6 * 3600.0
@@ -54,6 +55,11 @@ def seen_hazard(spans: Iterable[tuple[float, float | None]], until_s: float) -> 
         groups[end] = groups.get(end, 0) + 1
     more = sum(count > 1 for count in groups.values())
     return Hazard(held_s, len(ends), more / len(groups) if groups else 0.0, max(groups.values(), default=0))
+
+
+def hazard_of(seen: ReclaimsSeen) -> Hazard:
+    """Return the hazard of what a running job has seen."""
+    return Hazard(seen.held_s, seen.reclaims, seen.shared / seen.moments if seen.moments else 0.0, seen.most)
 
 
 class SpotSeen(NamedTuple):

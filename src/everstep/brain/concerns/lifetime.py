@@ -5,7 +5,17 @@ from __future__ import annotations
 from typing import cast
 
 from everstep.brain.concerns.concern import OK, Concern, Handlers, Inputs, Out
-from everstep.brain.events import Event, FinishJob, MasterStarted, Note, Refused, RemarkMade, Reply, SpendingNoted
+from everstep.brain.events import (
+    Event,
+    FinishJob,
+    MasterStarted,
+    Note,
+    Refused,
+    RemarkMade,
+    Reply,
+    SpendingNoted,
+    SpotChosen,
+)
 from everstep.model.decision import Decision
 
 
@@ -19,6 +29,7 @@ class LifetimeConcern(Concern):
             MasterStarted: self._master_started,
             RemarkMade: self._remark_made,
             SpendingNoted: self._spending_noted,
+            SpotChosen: self._spot_chosen,
         }
 
     def _master_started(self, e: MasterStarted, event: Event) -> Out:
@@ -29,7 +40,7 @@ class LifetimeConcern(Concern):
         self.state.supervision.goes_on = False
         job.master_incarnation = e.incarnation
         job.leases, job.settles, job.empties, job.ranks = 0, e.settles, e.empties, e.ranks
-        job.refills = e.refills
+        job.refills, job.saves = e.refills, e.saves
         out: Out = []
         if first:
             job.spec = e.spec
@@ -62,6 +73,26 @@ class LifetimeConcern(Concern):
     def _spending_noted(self, e: SpendingNoted, event: Event) -> Out:
         self.state.spent = e.spent
         return []
+
+    def _spot_chosen(self, e: SpotChosen, event: Event) -> Out:
+        before, self.state.spot = self.state.spot, e.choice
+        choice, spec = e.choice, self.job.spec
+        if choice.failed:
+            words = f"spot policy {spec.spot_policy}: {choice.failed}; it is asked no more, and the interval stays"
+            return [Note("", Decision("disable the spot policy", words))]
+        inputs: Inputs = {"interval_s": round(choice.interval_s, 1), "reclaims": choice.seen.reclaims}
+        inputs |= {"held_s": round(choice.seen.held_s), "most_at_once": choice.seen.most}
+        words = f"spot policy {spec.spot_policy}: a checkpoint every {choice.interval_s:.0f} s"
+        words += f": {choice.why}" if choice.why else ""
+        rejected = [f"go on with {spec.checkpoint_every}"] if not before.interval_s else []
+        if choice.parity and spec.ps and choice.parity != (spec.parity or "0"):
+            inputs["parity"] = choice.parity
+            rejected.append(f"parity {choice.parity}: a running job keeps its own ({spec.parity or '0'})")
+        if choice.safe_ps:
+            inputs["safe_ps"] = choice.safe_ps
+            if "ps" not in spec.reliable:
+                rejected.append(f"{choice.safe_ps} ps on machines that stay: the job has no --reliable ps")
+        return [Note("", Decision("checkpoint interval", words, inputs, tuple(rejected)))]
 
     def _remark_made(self, e: RemarkMade, event: Event) -> Out:
         if self.job.over:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from everstep.brain.checkpoints import has_checkpoints
 from everstep.brain.concerns.concern import OK, Concern, Handlers, Inputs, Out
 from everstep.brain.events import DrainAsked, Event, Note, Refused, Reply, ScaleAsked, StartProcess, StopProcess
 from everstep.brain.members import Rooms, SlotRecord
@@ -204,7 +205,8 @@ class ProcessConcern(Concern):
         ]
         if servers and self.state.placement is None:
             return [Reply(Refused(f"{e.target}: not yet: not every ps has joined"))]
-        if servers and not left:
+        saves = self.job.saves and e.deadline_s > 0 and has_checkpoints(self.job.spec)
+        if servers and not left and not saves:
             return [Reply(Refused(f"{e.target}: no other ps could take its buckets; first: everstep scale --ps N"))]
         if node is not None:
             node.draining = True
@@ -216,10 +218,13 @@ class ProcessConcern(Concern):
         words += f"; {less}" if less else ""
         inputs: Inputs = {"deadline_s": e.deadline_s, "buckets": 0}
         inputs["buckets"] = sum(self.concerns.placement.reader.left_at(slot) for slot in servers)
+        exposed = 0
         if servers and self.job.ranks:
             exposed = self.concerns.placement.reader.exposed(servers)
             inputs["exposed"] = exposed
-            words += f"; {exposed} of its buckets have no complete copy elsewhere, and move first" if exposed else ""
+            move = "and move first" if left else "and no other ps could take them"
+            words += f"; {exposed} of its buckets have no complete copy elsewhere, {move}" if exposed else ""
+            words += ": a checkpoint is taken" if exposed and saves else ""
         out.append(Note(e.target, Decision("drain", words, inputs)))
         for record in records:
             if record.member.role is Role.WORKER and not record.stopping:
@@ -230,4 +235,7 @@ class ProcessConcern(Concern):
         leaving[:] = sorted({*leaving, *servers})
         if e.again:
             self.state.protection.refill = sorted({*self.state.protection.refill, *servers})
-        return out + self.concerns.placement.settle_map(f"{e.target} is to be emptied")
+        out += self.concerns.placement.settle_map(f"{e.target} is to be emptied")
+        if exposed and saves:
+            out += self.concerns.training.save_for_notice(told.at)
+        return out

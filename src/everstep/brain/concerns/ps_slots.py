@@ -38,6 +38,9 @@ class PsSlotConcern(Concern):
             return [*out, self.fail(4, f"{member.key} does not start: {reason}; see logs/ps-{member.slot}.log")]
         out += self.concerns.placement.settle_map(f"{member.key} was lost ({reason})")
         self._refill(member.slot)
+        node = self.members.nodes.get(member.node)
+        if job.saves and node is not None and node.draining and member.slot in self.state.protection.leaving:
+            self.state.protection.leaving.remove(member.slot)  # (it went before it was empty: another one is wanted)
         if job.over or member.slot in self.state.protection.leaving or member.slot >= job.ps_wanted:
             return out
         if not may_restart(record.streak, job.spec.max_restarts):

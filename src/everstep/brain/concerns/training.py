@@ -136,6 +136,10 @@ class Training(Concern):
         """Whether something is trained that no checkpoint has, and somebody can write it."""
         raise NotImplementedError
 
+    def save_for_notice(self, at: float) -> Out:
+        """Order a checkpoint, as a ps may go before others have all that it has. (A group has rules of its own.)"""
+        return []
+
     def can_save(self) -> bool:
         """Return whether somebody is there who can write a checkpoint."""
         return True
@@ -251,6 +255,11 @@ class LeaseTraining(Training):
 
     def unsaved(self) -> bool:
         return any(dataset.epochs for dataset in self.shards.datasets)
+
+    def save_for_notice(self, at: float) -> Out:
+        if self.checkpoints.stopping or not self.unsaved():
+            return []
+        return self.checkpoints.begin(self.job, at, CheckpointReason.RECLAIM, False)
 
     def can_be_saved(self) -> bool:
         placement = self.state.placement

@@ -1,0 +1,159 @@
+"""Does the shell's part of spot policies: counts reclaims, asks the chosen policy, and has the brain note its choice.
+
+The policy is asked on a thread of its own when a machine came or went, and once in ``LOOK_S`` besides. Its choice holds
+for the next checkpoint. A choice that differs little from the last one is not noted. A policy that raises, returns
+something else, or takes longer than ``LIMIT_S`` is asked no more: the last interval stays.
+"""
+
+from __future__ import annotations
+
+import importlib
+import queue
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from everstep.brain.brain import Brain
+from everstep.brain.events import Event, FactType, SpotChosen
+from everstep.brain.policy_control import line, said
+from everstep.config.every import MIN_EVERY_S
+from everstep.config.parity import parse_code
+from everstep.config.spec import JobSpec
+from everstep.errors import ConfigError
+from everstep.model.spot_choice import ReclaimsSeen, SpotChoice
+from everstep.monitor.reclaims import ReclaimCounter
+from everstep.policies.spot import INTERVAL_MAX_S, SpotPlan, SpotPolicy, SpotSeen, by_hazard, hazard_of
+
+LOOK_S = 60.0
+LIMIT_S = 10.0
+NEWS = 1.25
+"""An interval is news that differs by so much from the one that holds."""
+
+
+class SpotController:
+    """Is there for a job with a spot policy. ``tell(fact)``: to the brain, by the journal. ``thread(call)`` runs a call
+    aside."""
+
+    def __init__(
+        self,
+        brain: Brain,
+        spec: JobSpec,
+        tell: Callable[[FactType], object],
+        thread: Callable[[Callable[[], None]], None] = lambda call: threading.Thread(
+            target=call, name="everstep-spot-policy", daemon=True
+        ).start(),
+    ) -> None:
+        self._brain, self._spec, self._tell, self._thread = brain, spec, tell, thread
+        self._counter = ReclaimCounter(brain.state.spot.seen)
+        self._look_at = 0.0
+        self._asked_at: float | None = None  # of the call under way
+        self._shown: ReclaimsSeen | None = None
+        self._made: queue.SimpleQueue[SpotPlan | str] = queue.SimpleQueue()
+        self._policy: SpotPolicy | None = None
+
+    def __repr__(self) -> str:
+        return f"<spot policy {self._spec.spot_policy}, {self._counter!r}>"
+
+    def take(self, event: Event) -> None:
+        """Look at an event that was handled."""
+        before = self._counter.held
+        self._counter.take(event)
+        if self._counter.held != before:
+            self._look_at = 0.0
+        if self._brain.job.over:
+            self._counter.over(event.at)
+
+    def tick(self, at: float) -> None:
+        """Call several times a second; ``at`` in seconds."""
+        choice = self._brain.state.spot
+        if self._brain.job.over or choice.failed:
+            return
+        if self._asked_at is not None:
+            if not self._made.empty():
+                self._asked_at = None
+                self._take(self._made.get())
+            elif not 0.0 <= at - self._asked_at <= LIMIT_S:
+                self._asked_at, self._made = None, queue.SimpleQueue()
+                self._fails(f"it takes longer than {LIMIT_S:g} s")
+        elif (at >= self._look_at or at < self._look_at - LOOK_S) and (seen := self._seen(at)) is not None:
+            self._look_at, self._asked_at = at + LOOK_S, at
+            made = self._made
+            self._thread(lambda: self._call(seen, made))
+
+    def _seen(self, at: float) -> SpotSeen | None:
+        """Return what the policy is shown; None: no machine that may be taken back was there yet."""
+        found = self._counter.seen(at)
+        held = self._counter.held
+        if not held and not found.reclaims:
+            return None
+        self._shown = found
+        servers = [s.member for s in self._brain.members.servers.values() if s.running]
+        spot = [member for member in servers if member.node in held]
+        defaults = SpotSeen(hazard_of(found), max(1.0, float(len(held))))
+        last = self._brain.checkpoints.shown
+        written = last is not None and last.since == 0 and last.took_s > 0
+        return defaults._replace(
+            ps=len(servers) if spot else 0,
+            state_bytes=float(last.bytes_written) if last is not None and written else defaults.state_bytes,
+            write_s=last.took_s if last is not None and written else defaults.write_s,
+            saves_itself=self._spec.grouped or not spot,
+        )
+
+    def _call(self, seen: SpotSeen, made: queue.SimpleQueue[SpotPlan | str]) -> None:
+        """On the policy's thread: any of it may be code of the user's."""
+        try:
+            if self._policy is None:
+                self._policy = load_spot_policy(self._spec.spot_policy, Path(self._spec.script).parent)
+            plan = self._policy(seen)
+            made.put(plan if isinstance(plan, SpotPlan) else f"it returned {plan!r}: expected a SpotPlan")
+        except BaseException as error:  # whatever it is, it must not stay on this thread: SystemExit, too
+            made.put(f"it raised {said(error)}")
+
+    def _take(self, plan: SpotPlan | str) -> None:
+        """Take in what a call came to."""
+        error = plan if isinstance(plan, str) else refuse_plan(plan)
+        if error or isinstance(plan, str):
+            self._fails(error)
+            return
+        last, seen = self._brain.state.spot, self._shown or ReclaimsSeen()
+        now_s = min(float(plan.interval_s), INTERVAL_MAX_S)
+        news = not last.interval_s or not 1 / NEWS < now_s / last.interval_s < NEWS
+        if news or (plan.parity, plan.safe_ps) != (last.parity, last.safe_ps) or seen.reclaims != last.seen.reclaims:
+            kept_s = now_s if news else last.interval_s
+            self._tell(SpotChosen(SpotChoice(kept_s, plan.parity, plan.safe_ps, line(plan.why), seen)))
+
+    def _fails(self, error: str) -> None:
+        last = self._brain.state.spot
+        self._tell(
+            SpotChosen(
+                SpotChoice(last.interval_s, last.parity, last.safe_ps, last.why, self._shown or last.seen, line(error))
+            )
+        )
+
+
+def refuse_plan(plan: SpotPlan) -> str:
+    """Return why a running job cannot go by this plan, "": it can."""
+    try:
+        if not plan.interval_s >= MIN_EVERY_S:
+            return f"its interval_s is {plan.interval_s!r}: a running job needs at least {MIN_EVERY_S:g}"
+        if not 0 <= int(plan.safe_ps) <= 10_000:
+            return f"its safe_ps is {plan.safe_ps!r}: expected a number of ps"
+        parse_code(plan.parity)
+    except (ConfigError, TypeError, ValueError, AttributeError) as error:
+        return f"it returned {plan!r}: {error}"
+    return ""
+
+
+def load_spot_policy(name: str, folder: Path) -> SpotPolicy:
+    """Return the spot policy of this name; ``module:callable`` is found beside the training script (``folder``), or
+    where Python finds modules. Raises what importing raises, AttributeError, TypeError."""
+    if name == "hazard":
+        return by_hazard
+    module, _, attribute = name.partition(":")
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    found: SpotPolicy = getattr(importlib.import_module(module), attribute)
+    if not callable(found):
+        raise TypeError(f"{name} is {type(found).__name__}, not a callable")
+    return found
