@@ -237,5 +237,5 @@ class ProcessConcern(Concern):
             self.state.protection.refill = sorted({*self.state.protection.refill, *servers})
         out += self.concerns.placement.settle_map(f"{e.target} is to be emptied")
         if exposed and saves:
-            out += self.concerns.training.save_for_notice(told.at)
+            out += self.concerns.training.save_for_notice(event.at)
         return out
