@@ -35,7 +35,7 @@ def machine(slot: int = 0) -> GroupMachine:
 def inside(first: Group, slot: int = 0) -> GroupMachine:
     """A member of ``first``."""
     m = machine(slot)
-    m.told(first)
+    m.published(first)
     m.connected(first.generation, 0)
     assert m.entry is first
     m.enter(first)
@@ -48,8 +48,8 @@ def maximum(ballots: list[list[int]]) -> list[int]:
 
 def test_a_member_connects_to_a_new_group_and_enters_it() -> None:
     m, first = machine(), group(1, 0, 1)
-    assert m.told(first) == [Connect(first, 0)]
-    assert m.told(first) == []
+    assert m.published(first) == [Connect(first, 0)]
+    assert m.published(first) == []
     assert m.entry is None
     m.connected(1, 0)
     assert m.entry is first
@@ -57,7 +57,7 @@ def test_a_member_connects_to_a_new_group_and_enters_it() -> None:
 
 def test_a_failed_connection_is_tried_again_under_another_number() -> None:
     m, first = machine(), group(1, 0, 1)
-    m.told(first)
+    m.published(first)
     assert m.failed(1, 0) == [Connect(first, 1)]
     assert m.failed(1, 0) == []  # said twice
     m.connected(1, 1)
@@ -66,8 +66,8 @@ def test_a_failed_connection_is_tried_again_under_another_number() -> None:
 
 def test_a_connection_that_was_superseded_is_cut_when_it_comes_after_all() -> None:
     m, second = machine(), group(2, 0, 2)
-    m.told(group(1, 0, 1))
-    assert m.told(second) == [AbortGroup(1), Connect(second, 0)]
+    m.published(group(1, 0, 1))
+    assert m.published(second) == [AbortGroup(1), Connect(second, 0)]
     assert m.connected(1, 0) == [AbortGroup(1)]
     assert m.entry is None
     assert m.failed(1, 0) == []
@@ -75,7 +75,7 @@ def test_a_connection_that_was_superseded_is_cut_when_it_comes_after_all() -> No
 
 def test_a_loss_cuts_the_present_group_and_leads_to_the_next() -> None:
     m, second = inside(group(1, 0, 1, 2)), group(2, 0, 2, lost=(1,))
-    assert m.told(second) == [AbortGroup(1), Connect(second, 0)]
+    assert m.published(second) == [AbortGroup(1), Connect(second, 0)]
     assert not m.whole
     m.connected(2, 0)
     assert m.entry is second
@@ -85,7 +85,7 @@ def test_a_planned_change_waits_for_a_vote_in_which_everybody_says_it_is_connect
     first, second = group(1, 0, 1), group(2, 0, 1, 2)
     a, b = inside(first, 0), inside(first, 1)
     for m in (a, b):
-        assert m.told(second) == [Connect(second, 0)]
+        assert m.published(second) == [Connect(second, 0)]
     a.connected(2, 0)
     assert a.entry is None
     votes = maximum([m.ballot(7, 99, False, -1) for m in (a, b)])
@@ -101,7 +101,7 @@ def test_a_planned_change_waits_for_a_vote_in_which_everybody_says_it_is_connect
 def test_who_missed_the_news_of_a_newer_group_learns_in_the_vote_that_there_is_one() -> None:
     first, without = group(1, 0, 1), group(2, 0)
     a, b = inside(first, 0), inside(first, 1)
-    b.told(without)  # it is let go; a did not hear
+    b.published(without)  # it is let go; a did not hear
     votes = maximum([m.ballot(7, 99, False, -1) for m in (a, b)])
     assert [m.count(votes)[0].behind for m in (a, b)] == [True, False]
 
@@ -110,10 +110,10 @@ def test_a_group_that_everybody_said_in_a_vote_is_entered_though_a_newer_one_is_
     first, second, third = group(1, 0, 1), group(2, 0, 1, 2), group(3, 0, 1, 2, 3)
     a, b = inside(first, 0), inside(first, 1)
     for m in (a, b):
-        m.told(second)
+        m.published(second)
         m.connected(2, 0)
     ballots = [m.ballot(7, 99, False, -1) for m in (a, b)]
-    assert AbortGroup(2) not in a.told(third)
+    assert AbortGroup(2) not in a.published(third)
     a.connected(3, 0)
     for m in (a, b):
         m.count(maximum(ballots))
@@ -125,18 +125,18 @@ def test_a_change_that_breaks_before_all_are_there_breaks_what_is_left_too() -> 
     first, second, third = group(1, 0, 1, 2), group(2, 0, 1, 2, 3), group(3, 0, 1, 2, lost=(3,))
     a, b, c = members = [inside(first, slot) for slot in range(3)]
     for m in members:
-        m.told(second)
+        m.published(second)
         m.connected(2, 0)
     votes = maximum([m.ballot(7, 99, False, -1) for m in members])
-    assert a.told(third) == [Connect(third, 0)]
+    assert a.published(third) == [Connect(third, 0)]
     assert AbortGroup(1) in a.count(votes)[1]
     assert not a.whole and a.entry is None
     assert b.count(votes)[1] == [] and b.entry is second
     b.enter(second)
     assert c.count(votes)[1] == []
-    assert AbortGroup(1) in c.told(third)
+    assert AbortGroup(1) in c.published(third)
     assert not c.whole and c.entry is None
-    assert AbortGroup(2) in b.told(third)
+    assert AbortGroup(2) in b.published(third)
     for m in members:
         m.connected(3, 0)
         assert m.entry is third
@@ -144,15 +144,15 @@ def test_a_change_that_breaks_before_all_are_there_breaks_what_is_left_too() -> 
 
 def test_a_superseded_group_is_cut_so_that_who_waits_in_it_goes_on() -> None:
     m, second, third = inside(group(1, 0, 1)), group(2, 0, 1, 2), group(3, 0, 1)
-    m.told(second)
+    m.published(second)
     m.connected(2, 0)
-    assert m.told(third) == [AbortGroup(2), Connect(third, 0)]
+    assert m.published(third) == [AbortGroup(2), Connect(third, 0)]
 
 
 def test_on_hold_or_alone_nobody_votes_so_the_newest_group_is_entered_at_once() -> None:
     for first in (group(1, 0, 1, hold="2 of at least 3 workers"), group(1, 0)):
         m, second = inside(first), group(2, 0, 1, 2)
-        m.told(second)
+        m.published(second)
         assert m.entry is None
         m.connected(2, 0)
         assert m.entry is second
@@ -162,7 +162,7 @@ def test_who_leaves_says_that_it_may_be_left_and_is_let_go_by_the_vote() -> None
     first, second = group(1, 0, 1), group(2, 0)
     stays, leaves = inside(first, 0), inside(first, 1)
     for m in (stays, leaves):
-        m.told(second)
+        m.published(second)
     assert leaves.excluded and not leaves.let_go
     stays.connected(2, 0)
     votes = maximum([m.ballot(3, 1, False, -1) for m in (stays, leaves)])
@@ -171,7 +171,7 @@ def test_who_leaves_says_that_it_may_be_left_and_is_let_go_by_the_vote() -> None
     assert leaves.let_go
     assert stays.entry is second
     assert stays.parting and leaves.parting
-    leaves.told(group(3, 0, 2))  # what comes later does not keep it
+    leaves.published(group(3, 0, 2))  # what comes later does not keep it
     assert leaves.let_go
 
 
@@ -201,7 +201,7 @@ def test_a_vote_that_broke_is_decided_by_who_committed(others: list[int], commit
     m, second = inside(group(1, 0, 1, 2, 3)), group(2, 0, 2, 3, lost=(1,))
     m.ballot(5, 77, False, -1)
     m.broke()
-    m.told(second)
+    m.published(second)
     m.connected(2, 0)
     m.enter(second)
     words = [m.word(5, 1), *([o, -1, 1, 0] for o in others)]
@@ -227,10 +227,10 @@ def test_a_group_that_broke_without_a_loss_is_connected_again() -> None:
 
 def test_who_joins_follows_and_is_told_again_without_a_new_generation() -> None:
     m = machine(2)
-    assert m.told(group(4, 0, 1)) == []
+    assert m.published(group(4, 0, 1)) == []
     assert m.excluded
     again = group(4, 0, 1, joining=(2,))
-    assert m.told(again) == [Follow(again)]
+    assert m.published(again) == [Follow(again)]
     assert not m.excluded
 
 
@@ -304,7 +304,7 @@ class World:
             if self.rng.random() < 0.4 or any(s == slot for s, _ in keep):
                 keep.append((slot, told))
             else:
-                self.act(slot, self.machines[slot].told(told))
+                self.act(slot, self.machines[slot].published(told))
         self.inbox = keep
         for (generation, attempt), there in list(self.connecting.items()):
             assert self.newest is not None
@@ -439,18 +439,18 @@ def test_a_new_split_holds_once_everybody_has_it() -> None:
         assert [m.count(votes)[0].counted for m in members] == [Counted.AGREED] * 2
 
     split = StepSplit(4, (30, 10), (3, 1), 0.5)
-    assert a.told(msgspec.structs.replace(first, split=split)) == []
+    assert a.published(msgspec.structs.replace(first, split=split)) == []
     vote(0)
     assert [m.split for m in members] == [StepSplit(), StepSplit()], "b has not heard of it"
-    assert b.told(msgspec.structs.replace(first, split=split)) == []
+    assert b.published(msgspec.structs.replace(first, split=split)) == []
     vote(1)
     assert [m.split for m in members] == [split, split]
-    assert a.told(first) == [], "old news"
+    assert a.published(first) == [], "old news"
     vote(2)
     assert a.split == split
     wrong = StepSplit(5, (1, 2, 3))
     for m in members:
-        m.told(msgspec.structs.replace(first, split=wrong))
+        m.published(msgspec.structs.replace(first, split=wrong))
     vote(3)
     assert a.split == split, "shares for three, and we are two"
 
@@ -461,7 +461,7 @@ def test_a_broken_group_begins_with_equal_shares_unless_all_know_the_split() -> 
         first = group(1, 0, 1)
         members = [inside(first, slot) for slot in range(2)]
         for m in members[:known]:
-            m.told(msgspec.structs.replace(first, split=split))
+            m.published(msgspec.structs.replace(first, split=split))
         words = [m.word(0, 1) for m in members]
         for m in members:
             m.resolve(words)

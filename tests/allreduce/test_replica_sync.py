@@ -210,7 +210,7 @@ def test_a_joiner_that_is_lost_costs_the_source_nothing(hire, monkeypatch: pytes
             break
         time.sleep(0.005)
     old[0].train(2)
-    assert not found._followers and not found._tape and found._recorder is None and not found._busy
+    assert not found._followers and not found._log and found._recorder is None and not found._busy
 
 
 def test_a_joiner_that_is_too_slow_enters_all_the_same(hire, monkeypatch: pytest.MonkeyPatch) -> None:
