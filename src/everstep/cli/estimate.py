@@ -15,7 +15,10 @@ from everstep.cli.probe_job import ProbeAsk, declared_mode, run_probe
 from everstep.cli.view_text import clock, count
 from everstep.config.load import check_script
 from everstep.config.parity import parse_code
-from everstep.errors import ConfigError
+from everstep.errors import ConfigError, EverstepError
+from everstep.monitor.job_history import args_digest, script_digest, user_history
+from everstep.monitor.process_readings import hardware_class
+from everstep.sizing.past_jobs import Similar, as_probes, similar_jobs, with_history
 from everstep.sizing.probe_readings import ProbeRun
 from everstep.sizing.size_choice import Estimated, Estimator, Sizing, Wishes, check_wishes
 from everstep.units import human_bytes, seconds, size_bytes
@@ -47,22 +50,31 @@ class EstimateFlags(NamedTuple):
     batch: int | None = None
 
 
-def estimate(command: Sequence[str], asked: EstimateFlags, as_json: bool, no_run: bool) -> None:
+def estimate(command: Sequence[str], flags: EstimateFlags, as_json: bool, no_run: bool) -> None:
     """Print the estimate of a script, which is probed before. Raises ConfigError, ScriptError, PlatformError."""
     if not command:
         raise ConfigError("no script: everstep estimate train.py [ARGS]")
     script = check_script(command[0])
-    wishes = wishes_of(asked, declared_mode(script))
+    wishes = wishes_of(flags, declared_mode(script))
+    similar, said = earlier_jobs(script, tuple(command[1:]), wishes, flags.stages or 1)
+    if said and not as_json:
+        click.echo(f"everstep: {said}", err=True)
     if no_run:
-        raise ConfigError("--no-run: there is no history of this script; run it once, or leave --no-run out")
+        probes, sizing = from_history(script, similar, flags, wishes, said)
+        show(sizing, probes, as_json)
+        return
     if not as_json:
         click.echo(
             f"everstep: {script.name} runs up to its loop, and trains there for some seconds: it may download, log or "
             "write files; --no-run keeps it from running",
             err=True,
         )
-    probes = probe_all(script, tuple(command[1:]), asked, wishes)
-    sizing = Estimator(probes, wishes).sizing()
+    probes = probe_all(script, tuple(command[1:]), flags, wishes)
+    show(with_history(Estimator(probes, wishes).sizing(), similar), probes, as_json)
+
+
+def show(sizing: Sizing, probes: tuple[ProbeRun, ...], as_json: bool) -> None:
+    """Print an estimate."""
     if as_json:
         click.echo(msgspec.json.encode({"estimate": sizing, "probes": probes}).decode())
         return
@@ -70,48 +82,74 @@ def estimate(command: Sequence[str], asked: EstimateFlags, as_json: bool, no_run
         click.echo(line)
 
 
-def wishes_of(asked: EstimateFlags, declared: str) -> Wishes:
+def earlier_jobs(script: Path, args: tuple[str, ...], wishes: Wishes, stages: int) -> tuple[list[Similar], str]:
+    """Return the jobs of the history that are like this one, and one line if the history cannot be used."""
+    history = user_history()
+    if history is None:
+        return [], ""
+    digest = script_digest(script)
+    try:
+        kept = history.jobs(digest)
+    except EverstepError as error:
+        return [], str(error)
+    return similar_jobs(kept, digest, args_digest(args), wishes.mode, hardware_class(), stages), ""
+
+
+def from_history(
+    script: Path, similar: list[Similar], flags: EstimateFlags, wishes: Wishes, said: str
+) -> tuple[tuple[ProbeRun, ...], Sizing]:
+    """Return the estimate that earlier jobs alone give. Raises ConfigError where there are none."""
+    probes, used = as_probes(similar, flags.parity) if similar else ([], [])
+    if not probes:
+        why = said or "the history has no job of this script, mode and parity that ended well"
+        raise ConfigError(f"--no-run: {script.name}: {why}; run it once with everstep run, or leave --no-run out")
+    sizing = Estimator(tuple(probes), wishes).sizing()
+    notes = (*sizing.notes, *(f"history: from {one}" for one in used))
+    return tuple(probes), msgspec.structs.replace(sizing, notes=notes)
+
+
+def wishes_of(flags: EstimateFlags, declared: str) -> Wishes:
     """Return what is wished for. Raises ConfigError with one line."""
-    mode = asked.mode or declared or "ps"
+    mode = flags.mode or declared or "ps"
     if mode not in MODES:
         raise ConfigError(f"--mode {mode}: must be one of {', '.join(MODES)}")
     try:
-        parity = parse_code(asked.parity)
+        parity = parse_code(flags.parity)
     except ConfigError as error:
-        raise ConfigError(f"--parity {asked.parity}: {error}") from None
-    memory = float(size_bytes(asked.memory)) if asked.memory else 0.9 * psutil.virtual_memory().total
-    ps = -1 if asked.ps is None and mode == "ps" else asked.ps or 0
+        raise ConfigError(f"--parity {flags.parity}: {error}") from None
+    memory = float(size_bytes(flags.memory)) if flags.memory else 0.9 * psutil.virtual_memory().total
+    ps = -1 if flags.ps is None and mode == "ps" else flags.ps or 0
     wishes = Wishes(
         mode=mode,
-        workers=-1 if asked.workers is None else asked.workers,
+        workers=-1 if flags.workers is None else flags.workers,
         ps=ps,
-        max_workers=asked.max_workers,
-        max_ps=asked.max_ps,
-        machines=asked.machines,
+        max_workers=flags.max_workers,
+        max_ps=flags.max_ps,
+        machines=flags.machines,
         memory_bytes=memory,
-        price_usd_h=asked.price,
-        deadline_s=seconds(asked.deadline) if asked.deadline else 0.0,
-        budget_usd=asked.budget,
+        price_usd_h=flags.price,
+        deadline_s=seconds(flags.deadline) if flags.deadline else 0.0,
+        budget_usd=flags.budget,
         parity=parity,
-        epochs=asked.epochs,
+        epochs=flags.epochs,
     )
     check_wishes(wishes)
-    stages = asked.stages or 1
+    stages = flags.stages or 1
     if stages > 1 and mode != "pipeline":
         raise ConfigError(f"--stages {stages} in mode {mode}: only a job of mode pipeline has stages")
     return wishes
 
 
-def probe_all(script: Path, args: tuple[str, ...], asked: EstimateFlags, wishes: Wishes) -> tuple[ProbeRun, ...]:
+def probe_all(script: Path, args: tuple[str, ...], flags: EstimateFlags, wishes: Wishes) -> tuple[ProbeRun, ...]:
     """Run the probes: one worker and one ps; then, where a machine can have two workers, two of each."""
-    cores = asked.cores or os.cpu_count() or 1
-    flags = ["--mode", wishes.mode] if wishes.mode != "ps" else []
-    stages = asked.stages or 1
+    cores = flags.cores or os.cpu_count() or 1
+    words = ["--mode", wishes.mode] if wishes.mode != "ps" else []
+    stages = flags.stages or 1
     if wishes.mode == "pipeline":
-        flags += ["--stages", str(stages)]
+        words += ["--stages", str(stages)]
     ps = 1 if wishes.has_ps else 0
-    limit_s = seconds(asked.limit)
-    base = ProbeAsk(script, args, tuple(flags), 1, ps, cores, WINDOW_S, seconds(asked.scan), limit_s, stages)
+    limit_s = seconds(flags.limit)
+    base = ProbeAsk(script, args, tuple(words), 1, ps, cores, WINDOW_S, seconds(flags.scan), limit_s, stages)
     probes = [run_probe(base)]
     if cores >= 2 and wishes.workers != 1 and wishes.max_workers != 1:
         probes.append(run_probe(base._replace(workers=2, ps=2 * ps, scan_s=0.0)))

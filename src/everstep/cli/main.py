@@ -178,6 +178,49 @@ def estimate(command: tuple[str, ...], no_run: bool, as_json: bool, **flags: Any
     show_estimate(command, EstimateFlags(**flags), as_json, no_run)
 
 
+@cli.group(invoke_without_command=True)
+@click.pass_context
+def history(ctx: click.Context) -> None:
+    """List the jobs of this user: how large, how fast, how they ended (EVERSTEP_HISTORY names the file; off: none)."""
+    if ctx.invoked_subcommand is None:
+        from everstep.cli.history import show
+
+        show((), False)
+
+
+@history.command("show")
+@click.argument("numbers", nargs=-1, type=int)
+@click.option(
+    "--limit", type=click.IntRange(1, 1_000_000), default=30, show_default=True, help="So many of the newest."
+)
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+def history_show(numbers: tuple[int, ...], limit: int, as_json: bool) -> None:
+    """Show all that is remembered of jobs, by their numbers; without one: list the newest."""
+    from everstep.cli.history import show
+
+    show(numbers, as_json, limit)
+
+
+@history.command("compare")
+@click.argument("first", type=int)
+@click.argument("second", type=int)
+def history_compare(first: int, second: int) -> None:
+    """Show two jobs side by side."""
+    from everstep.cli.history import compare
+
+    compare(first, second)
+
+
+@history.command("forget")
+@click.argument("numbers", nargs=-1, type=int)
+@click.option("--all", "everything", is_flag=True, help="All jobs.")
+def history_forget(numbers: tuple[int, ...], everything: bool) -> None:
+    """Remove jobs from the history."""
+    from everstep.cli.history import forget
+
+    forget(numbers, everything)
+
+
 @cli.command()
 @RUN_DIR
 @click.option("--json", "as_json", is_flag=True, help="For programs.")

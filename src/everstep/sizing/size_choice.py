@@ -37,6 +37,7 @@ class Binding(StrEnum):
     BARRIER = "barrier"
     MEMORY = "memory"
     BUDGET = "budget"
+    UNKNOWN = "unknown"
 
 
 class Estimated(msgspec.Struct, frozen=True):
@@ -227,6 +228,8 @@ class Estimator:
         if Binding.PS in size.misses:
             return Binding.PS, f"{size.ps} ps would be busy to more than {100 * PS_BUSY:.0f} % of a machine's cores"
         phases = self.script.phases
+        if not phases:
+            return Binding.UNKNOWN, "records of earlier jobs do not say; a probe does (without --no-run)"
         whole = sum(phases.values()) or 1.0
         waits = {
             Binding.DATA: phases.get("data", 0.0),
