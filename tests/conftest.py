@@ -20,6 +20,7 @@ import pytest
 
 FORKSERVER = Path(__file__).parent / "forkserver"
 ADDRESS = "EVERSTEP_TEST_FORKSERVER"
+os.environ["EVERSTEP_HISTORY"] = "off"  # no test writes into the history of its user
 _SINGLE_THREADED = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 

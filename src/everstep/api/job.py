@@ -283,6 +283,8 @@ class Job(RenamedJobNames):
                 f"job.steps needs what job.loader returned, not {type(loader).__name__}: job.steps(job.loader(...)), "
                 "which takes a dataset, or torch's DataLoader, with epochs="
             )
+        if "EVERSTEP_PROBE" in os.environ:
+            return probed_steps(self._runtime, self._trainer, loader)
         return self._trainer.steps(loader)
 
     def report(self, **values: Any) -> None:
@@ -360,6 +362,16 @@ class Job(RenamedJobNames):
             print(f"everstep: {mistake}", file=sys.stderr, flush=True)
             sys.stdout.flush()
             os._exit(mistake.exit_code)
+
+
+def probed_steps(runtime: WorkerRuntime, trainer: Trainer, loader: Loader) -> Iterator[Any]:
+    """Yield the batches of a worker that ``everstep estimate`` measures."""
+    from everstep.api.probe import Probe, probe_order
+
+    order = probe_order()
+    if order is None:
+        return trainer.steps(loader)
+    return Probe(order, runtime.spec, runtime.slot, trainer, loader).steps(trainer.steps(loader))
 
 
 def _leave(job: Job) -> EverstepError | None:

@@ -157,6 +157,77 @@ def run(config: Path | None, no_display: bool, command: tuple[str, ...], **flags
     raise SystemExit(run_job(config, given, live=not no_display))
 
 
+@cli.command(context_settings={"allow_interspersed_args": False})
+@click.option("--mode", help="ps, allreduce (with --ps: hybrid) or pipeline (default: as the script says, or ps).")
+@click.option("--workers", type=click.IntRange(0, 10_000), help="Exactly so many workers (default: chosen).")
+@click.option("--ps", type=click.IntRange(0, 10_000), help="Exactly so many ps (default: chosen; allreduce: 0).")
+@click.option("--stages", type=click.IntRange(1, 64), help="pipeline: processes of a worker (default 1).")
+@click.option("--parity", default="0", help="K+M, as for everstep run.")
+@click.option("--max-workers", type=click.IntRange(0, 10_000), default=0, help="Choose no more workers.")
+@click.option("--max-ps", type=click.IntRange(0, 10_000), default=0, help="Choose no more ps.")
+@click.option("--machines", type=click.IntRange(1, 1_000), default=1, help="Up to so many machines like this one.")
+@click.option("--cores", type=click.IntRange(1, 4_096), help="Of a machine (default: of this one).")
+@click.option("--memory", help="Of a machine for this job, e.g. 16GB (default: 90 % of this one's).")
+@click.option("--price", type=click.FloatRange(0, 1e6), default=0.0, help="USD that a machine costs an hour.")
+@click.option("--budget", type=click.FloatRange(0, 1e9), default=0.0, help="USD for the job (needs --price).")
+@click.option("--deadline", help="The job shall be done within, e.g. 2h.")
+@click.option("--epochs", type=click.IntRange(0, 1_000_000), default=0, help="Instead of the script's own.")
+@click.option("--limit", default="120s", show_default=True, help="For the script to get to its loop and be measured.")
+@click.option("--scan", default="30s", show_default=True, help="For counting keys in the data; 0: only the probe's.")
+@click.option("--no-run", is_flag=True, help="Do not run the script: use the history of its jobs.")
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[--] SCRIPT [ARGS]...")
+def estimate(command: tuple[str, ...], no_run: bool, as_json: bool, **flags: Any) -> None:
+    """Say what size a job of SCRIPT should have, how fast it will be and what it costs, from a probe of seconds."""
+    from everstep.cli.estimate import EstimateFlags
+    from everstep.cli.estimate import estimate as show_estimate
+
+    show_estimate(command, EstimateFlags(**flags), as_json, no_run)
+
+
+@cli.group(invoke_without_command=True)
+@click.pass_context
+def history(ctx: click.Context) -> None:
+    """List the jobs of this user: how large, how fast, how they ended (EVERSTEP_HISTORY names the file; off: none)."""
+    if ctx.invoked_subcommand is None:
+        from everstep.cli.history import show
+
+        show((), False)
+
+
+@history.command("show")
+@click.argument("numbers", nargs=-1, type=int)
+@click.option(
+    "--limit", type=click.IntRange(1, 1_000_000), default=30, show_default=True, help="So many of the newest."
+)
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+def history_show(numbers: tuple[int, ...], limit: int, as_json: bool) -> None:
+    """Show all that is remembered of jobs, by their numbers; without one: list the newest."""
+    from everstep.cli.history import show
+
+    show(numbers, as_json, limit)
+
+
+@history.command("compare")
+@click.argument("first", type=int)
+@click.argument("second", type=int)
+def history_compare(first: int, second: int) -> None:
+    """Show two jobs side by side."""
+    from everstep.cli.history import compare
+
+    compare(first, second)
+
+
+@history.command("forget")
+@click.argument("numbers", nargs=-1, type=int)
+@click.option("--all", "everything", is_flag=True, help="All jobs.")
+def history_forget(numbers: tuple[int, ...], everything: bool) -> None:
+    """Remove jobs from the history."""
+    from everstep.cli.history import forget
+
+    forget(numbers, everything)
+
+
 @cli.command()
 @RUN_DIR
 @click.option("--json", "as_json", is_flag=True, help="For programs.")

@@ -21,6 +21,7 @@ from everstep.cli.capacity import make_fleet
 from everstep.cli.cluster_platform import has_begun, of_cluster, on_cluster, run_again
 from everstep.cli.display import Display, make_screen, read_summary, summary_lines
 from everstep.cli.model import leave_model
+from everstep.cli.remembered_job import SeenJob, remember_job
 from everstep.cli.suspend import go_on, keep_elsewhere, take_here, wait_for_capacity
 from everstep.config.capacity import parse_capacity
 from everstep.config.load import check_policy_module, check_script, load_spec, new_run_dir, read_spec, save_spec
@@ -281,6 +282,8 @@ def run_terms(
         if files is not None:
             files.close()
     outcome, lines = leave_model(spec, run_dir, outcome)
+    if said := remember_job(spec, run_dir, run.seen):
+        lines = [*lines, said]
     code = conclude(outcome, run_dir, time.monotonic() - began, lines)
     return SUSPENDED if suspended else code
 
@@ -296,6 +299,7 @@ class _Run:
         self._spec, self._run_dir, self._live = spec, run_dir, live
         self._agent: Agent | None = None
         self._told = False
+        self.seen = SeenJob()
         self.display = self._make_display()
 
     def _make_display(self) -> Display:
@@ -310,7 +314,10 @@ class _Run:
             answer = agent.client.call(GetStatus(), timeout_s=STATUS_S)
         except EverstepError:
             return None
-        return answer if isinstance(answer, JobView) else None
+        if not isinstance(answer, JobView):
+            return None
+        self.seen.see(answer)
+        return answer
 
     def say(self, text: str) -> None:
         """Tell people a line."""
