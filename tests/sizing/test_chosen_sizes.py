@@ -7,6 +7,7 @@ from sizes import probe, table
 
 from everstep.config.parity import ParityCode
 from everstep.errors import ConfigError
+from everstep.sizing.probe_readings import TableReading
 from everstep.sizing.size_choice import Binding, Estimator, Wishes, check_wishes
 
 TWO = (probe(tables=(table(),)), probe(2, 2, rate=20_000.0, tables=(table(),)))
@@ -67,7 +68,8 @@ def test_what_a_worker_waits_for_binds() -> None:
 
 
 def test_a_script_without_tables_is_told() -> None:
-    sizing = Estimator((probe(),), Wishes(memory_bytes=16e9)).sizing()
+    dense = TableReading("dense", 64, 64, dense=True, fixed=100)
+    sizing = Estimator((probe(tables=(dense,)),), Wishes(memory_bytes=16e9)).sizing()
     assert any("no tables" in note for note in sizing.notes)
 
 

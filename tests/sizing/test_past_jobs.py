@@ -61,6 +61,9 @@ def test_an_estimate_from_history_alone() -> None:
     assert sizing.figures["duration"].value == pytest.approx(8.0 + 2_000_000 / 17_000.0)
     assert sizing.figures["ps_memory"].value == 90 << 20
     assert sizing.binding is Binding.UNKNOWN
+    assert "master_memory" not in sizing.figures, "records do not have it"
+    assert sizing.figures["worker_memory"].reason == "peak of an earlier job"
+    assert not any("no tables" in note for note in sizing.notes), "records do not know tables"
 
 
 def test_error_bars_reach_to_what_earlier_jobs_did() -> None:

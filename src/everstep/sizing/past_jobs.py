@@ -141,6 +141,7 @@ def _as_probe(job: PastJob) -> ProbeRun:
         max(0.0, job.wall_s - job.training_s) if job.training_s else 0.0,
         script,
         job.stages,
+        recorded=True,
     )
 
 

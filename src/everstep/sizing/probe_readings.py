@@ -87,3 +87,4 @@ class ProbeRun(msgspec.Struct, frozen=True):
     script: ScriptReading
     stages: int = 1
     others_cores: float = 0.0  # that other processes of the machine kept busy meanwhile
+    recorded: bool = False  # by the history: of the script only samples and epochs are known

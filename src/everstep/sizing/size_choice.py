@@ -263,11 +263,15 @@ class Estimator:
             server = ps_memory(self.probes[0], size.ps, self.wishes.parity)
             rows = sum(t.bytes for t in self.tables)
             reason = f"{human_bytes(rows)} of rows over {size.ps} ps, parity {self.wishes.parity}, beside the process"
+            if self.probes[0].recorded:
+                reason = f"peak of an earlier job with {self.probes[0].ps} ps, rows included"
             found["ps_memory"] = Estimated(server.likely, server.low, server.high, "bytes", reason)
         master = float(self.probes[0].master_peak_bytes)
-        found["master_memory"] = Estimated(master, 0.9 * master, 1.2 * master, "bytes", "measured in the probe")
+        if master:
+            found["master_memory"] = Estimated(master, 0.9 * master, 1.2 * master, "bytes", "measured in the probe")
         rate, error = size.samples_per_s, size.error
-        how = "measured in a probe of this size" if size.measured else "by the law of throughput from the probes"
+        source = "earlier job" if self.probes[0].recorded else "probe"
+        how = f"measured in one {source} of this size" if size.measured else f"by the law of throughput from {source}s"
         found["samples_per_s"] = Estimated(rate, rate * (1 - error), rate * (1 + error), "samples/s", how)
         total = self.script.samples * self.epochs
         low, high = size.duration_s / (1 + error), size.duration_s / max(0.05, 1 - error)
@@ -294,6 +298,8 @@ class Estimator:
 
     def _why_worker(self) -> str:
         script = self.script
+        if self.probes[0].recorded:
+            return "peak of an earlier job"
         parts = [f"{human_bytes(script.parameter_bytes)} of parameters"]
         if script.optimizer_bytes:
             parts.append(f"{human_bytes(script.optimizer_bytes)} of optimizer state")
@@ -302,7 +308,7 @@ class Estimator:
 
     def _notes(self, size: Size) -> list[str]:
         notes = []
-        if self.wishes.has_ps and not any(not t.dense for t in self.script.tables):
+        if self.wishes.has_ps and self.script.tables and all(t.dense for t in self.script.tables):
             notes.append("the script has no tables: its dense part alone is on the ps; see --mode allreduce")
         if (others := max(p.others_cores for p in self.probes)) >= _OTHERS:
             notes.append(
