@@ -58,6 +58,12 @@ def test_losses_after_every_script_had_ended_are_trained_again_each_time() -> No
     assert lag_storm(467).faults > 0 and lag_storm(1304).faults > 0
 
 
+def test_an_end_while_a_partition_moves_and_a_third_ps_dies_is_no_loss() -> None:
+    """Seed 3021: the job is over before the master hears of a death; the new owner waits for the dead ps for ever, and
+    the old owner keeps what the partition has."""
+    assert lag_storm(3021).faults > 0
+
+
 def test_the_same_seed_gives_the_same_storm() -> None:
     first = [lag_storm(seed).crc for seed in range(6)]
     assert [lag_storm(seed).crc for seed in range(6)] == first

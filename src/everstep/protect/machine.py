@@ -387,6 +387,10 @@ class Machine:
         """Return whether pulls and pushes of it are answered, if not for every row at once."""
         return self.serves(partition) or partition in self._early
 
+    def keeps_for_next_owner(self, partition: PartitionId) -> bool:
+        """Return whether it is fenced here, and all its contents are kept until the next owner has them."""
+        return self.partitions.get(partition) is MirrorState.FENCED
+
     @property
     def answering(self) -> bool:
         """Return whether all partitions that the placement gives to this ps answer."""

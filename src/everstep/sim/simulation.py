@@ -538,11 +538,15 @@ class Simulation:
         lag_s = self.scenario.lag_s * self.scenario.partitions if self.scenario.protect == "lag" else 0.0
         kernel.run(kernel.now + 3.0 + lag_s)
         fingerprints: dict[int, int] = {}
+        holders: dict[int, MirrorPs] = {}
         lives = {p.slot: self.lives[p.slot, p.incarnation] for p in placement.servers}
         for b, slot in enumerate(placement.owner):
             partition, ps = PartitionId(b), lives.get(slot)
-            if ps is None or not ps.machine.serves(partition):
+            if ps is not None and not ps.machine.serves(partition):
+                ps = self.old_owner_waiting_with(partition, ps)
+            if ps is None:
                 raise Violation(f"bucket {b} is not served by ps:{slot} at the end: {self.where()} {self.stuck}")
+            holders[b] = ps
             self.truth.at_rest(partition, ps.store.partitions[partition])
             fingerprints[b] = ps.store.partitions[partition].ledger.fingerprint
         self.check_apart()
@@ -550,13 +554,22 @@ class Simulation:
             ps = lives.get(mirror.at)
             if ps is None or not ps.alive or mirror.id not in ps.machine.complete:
                 continue  # who died unnoticed shortly before the end has what it had then
-            members = {b: lives[placement.owner[b]].store.partitions[b] for b in mirror.members}
-            dead = {b for b in mirror.members if not lives[placement.owner[b]].alive}
+            members = {b: holders[b].store.partitions[b] for b in mirror.members}
+            dead = {b for b in mirror.members if not holders[b].alive}
             if self.scenario.protect == "acked":
                 ps.store.check_mirror(mirror.id, members, dead)
             elif not dead:
                 ps.store.check_mirror(mirror.id, members)
         return fingerprints
+
+    def old_owner_waiting_with(self, partition: PartitionId, owner: MirrorPs) -> MirrorPs | None:
+        """Return the old owner of a partition that was on its way to ``owner`` when the job ended, if that alone is
+        why ``owner`` does not serve it: a third ps has died, which ``owner`` must ask, and no master is left to say so.
+        The old owner keeps the partition until ``owner`` has it."""
+        asked = [ask.peer for ask in owner.machine.asks() if ask.request.partition == partition]
+        if self.over is None or not any(not self.lives[peer].alive for peer in asked):
+            return None
+        return next((ps for ps in self.lives.values() if ps.alive and ps.machine.keeps_for_next_owner(partition)), None)
 
     def kill_again(self) -> None:
         if not self.healed:
