@@ -9,10 +9,12 @@ checkpoint; the master before and after a manifest. Three steps come only while 
 the run brings about (``CAUSED``): under 4+2 another ps is lost first, and it is the ps that rebuilds that dies, the one
 that hands partitions back, or the replacement that takes them: second losses, within the level. Under 4+1 the moves are
 those of a seventh ps that is asked for; who dies in mid-rebuild there is beyond the level, so that run has checkpoints
-to fall back to. Between losses of ps the run is left alone until every partition is protected again: what else lies
-beyond the level is the business of checkpoints. Each run's rows are compared with those of a twin in which nobody was
-killed, all bytes, and its audit must say exactly once. EVERSTEP_EXACT_MOMENTS: how many moments for each code (50;
---quick 3); EVERSTEP_EXACT_CODES ("4+1,4+2"); EVERSTEP_EXACT_STEPS: these steps alone, one run and one moment each
+to fall back to. ``4+1:lag``, ``4+2:lag``: with ``--protect lag``, mirrors up to ``LAG`` behind. What they lack is
+computed again; a ps also dies between making a difference and sending it. Between losses of ps the run is left alone
+until every partition is protected again: what else lies beyond the level is the business of checkpoints. Each run's
+rows are compared with those of a twin in which nobody was killed, all bytes, and its audit must say exactly once.
+EVERSTEP_EXACT_MOMENTS: how many moments for each code (50; --quick 3); EVERSTEP_EXACT_CODES
+("4+1,4+2,4+1:lag,4+2:lag"); EVERSTEP_EXACT_STEPS: these steps alone, one run and one moment each
 ("mid_rebuild,before_hand_over"); EVERSTEP_EXACT_SEED; EVERSTEP_EXACT_KEEP: a folder for the run directories of runs
 that went wrong.
 """
@@ -59,6 +61,11 @@ STEPS = (
     "before_manifest",
     "after_manifest",
 )
+LAG = "1s"
+LAG_STEPS = (*(step for step in STEPS if step != "before_ack"), "after_flush")
+"""With lag no push waits for its mirrors."""
+RARE = ("before_send", "after_send", "before_feed", "after_feed", "after_flush")
+"""With lag these steps come a few times a second."""
 CAUSED = ("mid_rebuild", "before_hand_over", "mid_move")
 """Steps that come only while partitions are rebuilt or moved."""
 
@@ -85,16 +92,28 @@ def fault_of(code: str, step: str) -> Fault:
         return Fault(step, Role.MASTER, Slot(0))
     if step not in CAUSED:
         return Fault(step)
-    layout = arrange(parse_code(code), PARTITIONS, [Slot(s) for s in range(PS)])
+    parity = code.partition(":")[0]
+    layout = arrange(parse_code(parity), PARTITIONS, [Slot(s) for s in range(PS)])
     # A lost partition is rebuilt by the ps of its stripe's first row.
     victim, rebuilder = layout.owner[0], layout.sites[0][0]
     if step == "mid_rebuild":
         return Fault(step, slot=rebuilder, victim=victim)
-    if code == "4+1":  # without another loss: this one is all that is within the level
+    if parity == "4+1":  # without another loss: this one is all that is within the level
         return Fault(step, grow=True) if step == "before_hand_over" else Fault(step, slot=Slot(PS), grow=True)
     if step == "before_hand_over":
         return Fault(step, slot=rebuilder, victim=victim)
     return Fault(step, slot=victim, life=2, victim=victim)
+
+
+def protection(code: str) -> list[str]:
+    """Return the flags for ``code``, which may say ``:lag``."""
+    parity, _, lag = code.partition(":")
+    return [*(["--parity", parity] if parity else []), *(["--protect", "lag", "--protect-lag", LAG] if lag else [])]
+
+
+def steps_of(code: str) -> list[str]:
+    """Return the named steps that come under ``code``."""
+    return [*(LAG_STEPS if code.endswith(":lag") else STEPS), *CAUSED]
 
 
 class Cluster:
@@ -105,11 +124,11 @@ class Cluster:
         self, home: Path, code: str, quick: bool, fault: Fault | None = None, times: int = 1, node1: bool = False
     ) -> None:
         self.home, self.out, self.fault = home, home / "out.json", fault
-        flags = ["--parity", code] if code else []
+        flags = protection(code)
         epochs = ["--epochs", "3" if quick else "4"]
         script = ["--", str(SCRIPT), *epochs, "--batch-size", "256", "--out", str(self.out)]
         step = fault.step if fault is not None else ""
-        self.falls_back = step == "mid_rebuild" and code == "4+1"
+        self.falls_back = step == "mid_rebuild" and code.startswith("4+1")
         if self.falls_back or step == "mid_image" or step.endswith("_manifest"):
             flags = [*flags, "--checkpoint-every", "2s"]
         self.port = free_port() if node1 else 0
@@ -185,7 +204,7 @@ def twin(quick: bool) -> tuple[str, float]:
 
 def victims(code: str) -> list[tuple[str, ...]]:
     kinds: list[tuple[str, ...]] = [("ps",), ("ps", "worker"), ("worker",), ("ps", "master"), ("master",)]
-    return [("ps", "ps"), *kinds] if code == "4+2" else kinds
+    return [("ps", "ps"), *kinds] if code.startswith("4+2") else kinds
 
 
 def pids_of(job: Job, role: Role) -> dict[int, int]:
@@ -231,6 +250,7 @@ class Outcome:
         self.same = self.exact = self.finished = False
         self.stepped = ""  # the step at which a member died
         self.why = ""
+        self.computed_again = 0  # applies that a loss undid, and that were made again
 
 
 def one_run(
@@ -239,7 +259,8 @@ def one_run(
     """``keep``: where the run directory goes if something is wrong with it."""
     outcome = Outcome()
     with tempfile.TemporaryDirectory(prefix="everstep-exact-") as folder:
-        times = 1 if step in CAUSED or step == "mid_image" or step.endswith("_manifest") else rng.randrange(1, 200)
+        often = not (step in CAUSED or step == "mid_image" or step.endswith("_manifest"))
+        times = rng.randrange(1, 20 if code.endswith(":lag") and step in RARE else 200) if often else 1
         fault = fault_of(code, step) if step else None
         cluster = Cluster(Path(folder), code, quick, fault, times, ("agent",) in kinds)
         job = cluster.job
@@ -264,6 +285,7 @@ def one_run(
             outcome.same = json.loads(cluster.out.read_text())["digest"] == want
             report = audit(job.run_dir)
             outcome.exact = report.ok
+            outcome.computed_again = int(report.counts.get("void", 0))
             outcome.why = "" if report.ok else report.text()
         except (RuntimeError, OSError, ValueError, KeyError) as error:
             outcome.why = str(error)
@@ -285,16 +307,19 @@ def run(quick: bool) -> Result:
     aims: dict[str, str] = {}
     holds: dict[str, bool] = {}
     chosen = [step for step in os.environ.get("EVERSTEP_EXACT_STEPS", "").split(",") if step]
-    if unknown := set(chosen) - {*STEPS, *CAUSED}:
-        raise ValueError(f"EVERSTEP_EXACT_STEPS: no step {', '.join(sorted(unknown))}; there are {[*STEPS, *CAUSED]}")
-    steps = chosen or [*STEPS, *CAUSED]
-    moments = len(steps) if chosen else moments
-    for code in os.environ.get("EVERSTEP_EXACT_CODES", "4+1,4+2").split(","):
+    there = list(dict.fromkeys([*steps_of("4+1"), *steps_of("4+1:lag")]))
+    if unknown := set(chosen) - set(there):
+        raise ValueError(f"EVERSTEP_EXACT_STEPS: no step {', '.join(sorted(unknown))}; there are {there}")
+    for code in os.environ.get("EVERSTEP_EXACT_CODES", "4+1,4+2,4+1:lag,4+2:lag").split(","):
         kinds = victims(code)
+        steps = [step for step in chosen or steps_of(code) if step in steps_of(code)]
+        if not steps:
+            continue
+        wanted = len(steps) if chosen else moments
         outcomes: list[Outcome] = []
         misses = 0
         while (
-            sum(len(o.kills) for o in outcomes) < moments or ((chosen or not quick) and len(outcomes) < len(steps))
+            sum(len(o.kills) for o in outcomes) < wanted or ((chosen or not quick) and len(outcomes) < len(steps))
         ) and misses < 3:
             n = len(outcomes)
             some = [
@@ -312,12 +337,14 @@ def run(quick: bool) -> Result:
             killed = ", ".join("+".join(kind) for kind in outcome.kills)
             say(
                 f"{code} run {n + 1}: died at {outcome.stepped or 'no step'}, killed {killed or 'nobody'};"
-                f" rows equal {outcome.same}, audit exact {outcome.exact} {outcome.why}"
+                f" rows equal {outcome.same}, audit exact {outcome.exact}, computed again {outcome.computed_again}"
+                f" {outcome.why}"
             )
         stepped = {o.stepped for o in outcomes} - {""}
         figures[f"{code}.kills"] = float(sum(len(o.kills) for o in outcomes))
         figures[f"{code}.steps"] = float(len(stepped))
         figures[f"{code}.runs"] = float(len(outcomes))
+        figures[f"{code}.computed_again"] = float(sum(o.computed_again for o in outcomes))
         for name, good in (
             ("finished", [o.finished for o in outcomes]),
             ("rows_equal", [o.same for o in outcomes]),
@@ -325,7 +352,7 @@ def run(quick: bool) -> Result:
         ):
             figures[f"{code}.{name}"] = sum(good) / len(good)
             aims[f"{code}.{name}"], holds[f"{code}.{name}"] = "= 1", all(good)
-        aims[f"{code}.kills"], holds[f"{code}.kills"] = f">= {moments}", figures[f"{code}.kills"] >= moments
+        aims[f"{code}.kills"], holds[f"{code}.kills"] = f">= {wanted}", figures[f"{code}.kills"] >= wanted
         if chosen or not quick:
             aims[f"{code}.steps"], holds[f"{code}.steps"] = f"= {len(steps)}", len(stepped) == len(steps)
             say(f"{code}: steps not met: {', '.join(sorted(set(steps) - stepped)) or 'none'}")

@@ -54,6 +54,8 @@ MODES: dict[str, list[str]] = {
     "async": ["--ps", "2", "--parity", "1+1"],
     "unprotected": ["--ps", "1"],
     "bounded": ["--ps", "2", "--parity", "1+1", "--consistency", "bounded:2"],
+    "lag": ["--ps", "2", "--parity", "1+1", "--protect", "lag", "--protect-lag", "1s"],
+    "lag_bounded": ["--ps", "2", "--parity", "1+1", "--protect", "lag", "--consistency", "bounded:2"],
     "sync": ["--ps", "2", "--parity", "1+1", "--consistency", "sync"],
     "elastic": ["--mode", "allreduce"],
     "fixed": ["--mode", "allreduce", "--strategy", "fixed"],

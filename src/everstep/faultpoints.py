@@ -31,6 +31,7 @@ POINTS = {
         "mid_rebuild": "the same while partitions are rebuilt here",
         "before_hand_over": "another ps asks for a partition that moves there",
         "mid_move": "another ps has handed a partition over, and it is not served here yet",
+        "after_flush": "what changed during a lag is one difference, and nobody is told to send it (--protect lag)",
         "mid_image": "snapshots of partitions are written and not reported",
     },
     "worker": {

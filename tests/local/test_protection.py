@@ -7,7 +7,9 @@ dense layer whose gradient is always the same: whoever steps it, its end is that
 from __future__ import annotations
 
 import os
+import random
 import signal
+import time
 
 import pytest
 from local_jobs import Run, until
@@ -73,6 +75,13 @@ def kill(run: Run, *members: str, at_least: int = 1) -> None:
         pids.append(run.master_pid() if role == "master" else run.alive(Role(role), int(slot), at_least).pid)
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
+
+
+def is_protected(run: Run) -> bool:
+    """Whether every partition survives as many losses as its code promises."""
+    status = run.status()
+    found = status.protection if status is not None else None
+    return found is not None and found.full > 0 and not (found.less or found.none or found.rebuilding or found.building)
 
 
 def check(run: Run) -> AuditReport:
@@ -163,6 +172,27 @@ def test_what_mirrors_that_lag_lack_is_trained_again_once(run: Run, consistency:
     assert report.counts["void"] > 0, report.text()  # the losses did cost something
     assert report.counts["rebuilt"] + report.counts["promoted"] > 0, report.text()
     assert "may not have reached every mirror" in (run.run_dir / "events.jsonl").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+def test_losses_at_random_moments_within_the_lag_count_every_sample_once(run: Run, seed: int) -> None:
+    """One ps of 4+2 is killed at a moment that ``seed`` draws, then two at once. What is computed
+    again is told as that, and the counts are the witness."""
+    rng = random.Random(seed)
+    begin(run, "--ps 7 --parity 4+2 --protect lag --protect-lag 2s", epochs=8)
+    for life in (1, 2):
+        run.trained(int(3000 * (life + rng.random() - 0.5)))
+        until(lambda: is_protected(run), why=run.story)
+        time.sleep(rng.random())
+        kill(run, *(f"ps:{slot}" for slot in rng.sample(range(7), life)))
+    run.hurry()
+    assert run.wait(280) == 0, run.story()
+    assert "counted right" in run.text(), run.story()
+    report = audit(run.run_dir)
+    assert report.ok and report.finished, report.text()
+    assert report.counts["void"] > 0 and "undone by crashes and applied again" in report.text()
+    assert report.counts["rebuilt"] > 0 and report.counts.get("loaded", 0) == 0, report.text()
 
 
 @pytest.mark.slow

@@ -376,14 +376,21 @@ def test_a_replica_takes_over_bit_for_bit(cluster: Callable[..., Cluster]) -> No
     assert np.frombuffer(took[0].shards, "<i8").tolist() == [c.shard, 20]
 
 
-@pytest.mark.parametrize("rows, far", [(1, False), (2, False), (1, True)])
-def test_a_lost_member_is_folded_out_of_its_stripe(cluster: Callable[..., Cluster], rows: int, far: bool) -> None:
-    """``far``: every ps on a node of its own, and nothing encrypted between them: each frame is sealed."""
-    c, twin = cluster(4 + rows, far=far), cluster(4 + rows)
+@pytest.mark.parametrize(
+    "rows, far, lag_s", [(1, False, 0.0), (2, False, 0.0), (1, True, 0.0), (1, False, 0.05), (2, False, 0.05)]
+)
+def test_a_lost_member_is_folded_out_of_its_stripe(
+    cluster: Callable[..., Cluster], rows: int, far: bool, lag_s: float
+) -> None:
+    """``far``: every ps on a node of its own, and nothing encrypted between them: each frame is sealed. ``lag_s``: the
+    mirrors of what is being rebuilt get one difference of many pushes, and have been told all before the loss."""
+    c, twin = cluster(4 + rows, far=far, lag_s=lag_s), cluster(4 + rows)
     striped(c, rows)
     striped(twin, rows)
     c.push(25)
     twin.push(50)
+    if lag_s:
+        until(c.whole)
     c.lose(1)
     c.owner[1] = c.owner[5] = Slot(4)
     c.publish()

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from everstep import faultpoints
 from everstep.native import Store
 
 EARLY, DUE, LATE = 0.7, 0.9, 2.0
@@ -78,6 +79,7 @@ class LagFlusher:
                 flushed = self._store.flush_older(EARLY * self.lag_s, 1)
         if flushed:
             self._flushed_at = now
+            faultpoints.reach("after_flush")
             self._send()
         self.advance()
         pause = min(0.1, max(0.005, self.lag_s / 40))
