@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import click
 
+from everstep.cli.kernel_probe import ProbeLoad, probe_kernels
+from everstep.config.load import LAG_S
 from everstep.errors import ConfigError
 from everstep.policies.advise import (
     Case,
@@ -16,29 +21,97 @@ from everstep.policies.advise import (
     options,
     partial_rollback,
     updates_lost,
+    within,
 )
+from everstep.policies.measured_costs import MeasuredCosts, StepLoad, measured_case
 from everstep.units import human_bytes
 
-_SHARES = ("stall", "changed", "parity", "replica", "rebuilding", "together", "may_lose")
+_SHARES = ("stall", "changed", "parity", "replica", "lag", "rebuilding", "together", "may_lose")
+_FLAGS = {"lag": "--lag-costs"}
+"""Where the flag is not the field's name."""
 
 
-def advise(case: Case, as_json: bool) -> None:
-    """Print the options, the cheapest first. Raises ConfigError: numbers that cannot be."""
+class MeasureFlags(NamedTuple):
+    """Has what ``--measure`` needs to know. ``given``: fields of the case that the user gave: these stay."""
+
+    step_s: float
+    rows: int
+    dim: int
+    cores: int
+    folder: Path
+    given: frozenset[str] = frozenset()
+
+
+def advise(case: Case, as_json: bool, flags: MeasureFlags | None = None) -> None:
+    """Print the options, the cheapest first. ``flags``: measure this machine first. Raises ConfigError: numbers that
+    cannot be."""
     check(case)
+    costs = None
+    if flags is not None:
+        case, costs = measure(case, flags, (lambda line: None) if as_json else click.echo)
     found = options(case)
     if as_json:
         click.echo(
             json.dumps(
                 {
                     "case": case._asdict(),
-                    "options": [o._asdict() for o in found],
+                    "options": [o._asdict() | {"binds": o.binds} for o in found],
+                    "same_redo": within(case, case.lag_s)._asdict(),
                     "lossy": [partial_rollback(case)._asdict()],
+                    "measured": None if costs is None else _as_dict(costs),
                 }
             )
         )
         return
+    if costs is not None and flags is not None:
+        for line in measured_lines(case, costs, flags):
+            click.echo(line)
     for line in lines(case, found):
         click.echo(line)
+
+
+def measure(case: Case, flags: MeasureFlags, say: Callable[[str], None]) -> tuple[Case, MeasuredCosts]:
+    """Run the kernels here, and return the case with what they cost. Raises ConfigError: a flag that cannot be, or a
+    folder that cannot be written."""
+    if not flags.step_s > 0:
+        raise ConfigError("--measure needs --step: how long a step takes without protection (--step 100ms)")
+    for name, value, most in (("--rows-per-step", flags.rows, 1 << 24), ("--dim", flags.dim, 4096)):
+        if not 1 <= value <= most:
+            raise ConfigError(f"{name} {value}: must be from 1 to {most}")
+    if not 1 <= flags.cores <= 1 << 16:
+        raise ConfigError(f"--cores {flags.cores}: must be from 1 to {1 << 16}")
+    pushes = max(1, round(case.lag_s / flags.step_s))
+    costs = probe_kernels(ProbeLoad(flags.dim, flags.rows, pushes), flags.folder, say)
+    fields = frozenset({"bandwidth", "parity", "replica", "lag", "stall"}) - flags.given
+    return measured_case(case, costs, StepLoad(flags.rows, flags.step_s, flags.cores), fields), costs
+
+
+def _as_dict(costs: MeasuredCosts) -> dict[str, Any]:
+    return costs._asdict() | {"acked": costs.acked._asdict(), "lag": costs.lag._asdict()}
+
+
+def measured_lines(case: Case, costs: MeasuredCosts, flags: MeasureFlags) -> list[str]:
+    """Return what was measured, for a person."""
+    out = [f"measured here in {costs.took_s:.0f} s, in nanoseconds of processor time for a row of dim {flags.dim}:"]
+    for name, of in (("acked", costs.acked), (f"lag {case.lag_s:g}s", costs.lag)):
+        pieces = {"difference": of.difference_s, "sending": of.send_s, "applying": of.apply_s}
+        most = max(pieces, key=lambda piece: pieces[piece])
+        words = ", ".join(f"{piece} {1e9 * seconds:,.0f}" for piece, seconds in pieces.items())
+        of_push = of.protect_s / of.push_s if of.push_s else 0.0
+        out.append(f"  {name:8} {words}: {of_push:.2f} of the push ({1e9 * of.push_s:,.0f}); {most} binds")
+    out.append(f"  one lag was {costs.lag_pushes} pushes; {costs.distinct:.0%} of the rows pushed were distinct")
+    out.append(
+        f"  a snapshot goes to {flags.folder} at {human_bytes(costs.write_bytes_per_s)}/s, for "
+        f"{1e9 * costs.write_cpu_s_per_byte:.2f} ns of processor time a byte"
+    )
+    out.append(
+        f"  so, kernels alone, with {flags.rows:,} rows a step of {1e3 * flags.step_s:g} ms, and {flags.cores} cores "
+        f"for workers and ps: parity {case.parity:.2%}, with lag {case.lag:.2%}, stall {case.stall:.2%}"
+    )
+    if flags.given:
+        words = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(flags.given))
+        out.append(f"  given, and so not taken from the measurement: {words}")
+    return [*out, ""]
 
 
 def check(case: Case) -> None:
@@ -47,7 +120,11 @@ def check(case: Case) -> None:
             raise ConfigError(f"{name} = {getattr(case, name):g}: must be above 0")
     for name in _SHARES:
         if not 0 <= getattr(case, name) <= 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(case, name):g}: a share, from 0 to 1")
+            flag = _FLAGS.get(name, f"--{name.replace('_', '-')}")
+            raise ConfigError(f"{flag} {getattr(case, name):g}: a share, from 0 to 1")
+    least_s, most_s = LAG_S
+    if not least_s <= case.lag_s <= most_s:
+        raise ConfigError(f"--lag {case.lag_s:g}s: must be from {least_s:g} s to {most_s:g} s, as --protect-lag")
     if case.ps < 1 or case.full_every < 0 or case.restart_s < 0 or case.step_s < 0:
         raise ConfigError("--ps must be at least 1; --full-every, --restart and --step must not be negative")
 
@@ -63,12 +140,17 @@ def lines(case: Case, found: list[Option]) -> list[str]:
         out.append("nothing works here: every way loses more than half of the time; more bandwidth or ps are needed")
     else:
         out.append(f"use {best.name}: {best.loss:.1%} of the training time is lost{interval(case, best)}")
+        out.append(f"what binds: {best.binds}, {best.parts[best.binds]:.2%} of it")
     out.append("")
-    out.append(f"  {'':24} {'lost':>7}  {'memory':>6}  {'interval':>9}  made of")
+    out.append(f"  {'':24} {'lost':>7}  {'memory':>6}  {'interval':>9}  {'redo':>8}  made of")
     for option in found:
         parts = ", ".join(f"{name} {share:.2%}" for name, share in option.parts.items())
         every = span(option.interval_s) if option.interval_s else "-"
-        out.append(f"  {option.name:24} {min(option.loss, 9.999):7.1%}  {option.memory:5.2f}x  {every:>9}  {parts}")
+        redo = span(option.redo_s) if option.redo_s else "none"
+        shown = f"{min(option.loss, 9.999):7.1%}  {option.memory:5.2f}x  {every:>9}  {redo:>8}"
+        out.append(f"  {option.name:24} {shown}  {parts}")
+    out.append("  no way loses a sample; redo: the most that is trained again after a loss")
+    out.append(same_promise(case))
     out.append("")
     for k, m in ((1, 1), (4, 1), (4, 2)):
         if k + m <= case.ps:
@@ -82,6 +164,19 @@ def lines(case: Case, found: list[Option]) -> list[str]:
     )
     out.append("  (first-order: Young's interval sqrt(2 C MTBF), C = stall share x bytes / bandwidth)")
     return out
+
+
+def same_promise(case: Case) -> str:
+    """Return what checkpoints cost that leave no more to be trained again than mirrors that lag."""
+    same = within(case, case.lag_s)
+    lagging = [o for o in options(case) if o.redo_s == case.lag_s and o.interval_s != case.lag_s]
+    text = f"  at most {span(case.lag_s)} of redo: incremental checkpoints alone "
+    if same.parts["waiting for the storage"]:
+        took_s = case.lag_s * (1.0 + same.parts["waiting for the storage"])
+        text += f"cannot, for one takes {span(took_s)} to write"
+    else:
+        text += f"lose {same.loss:.1%} ({same.binds} binds)"
+    return text + (f"; {lagging[0].name} loses {lagging[0].loss:.1%} ({lagging[0].binds} binds)" if lagging else "")
 
 
 def turning(mtbf_s: float, table_bytes: float) -> str:

@@ -601,11 +601,11 @@ def _renamed(old: str, new: str) -> None:
 
 @cli.command()
 @click.option("--tables", required=True, help="Bytes of all tables with optimizer state: 220GB, 64GiB.")
-@click.option("--bandwidth", required=True, help="Of the storage, bytes a second for the whole job: 1.4GB.")
+@click.option("--bandwidth", help="Of the storage, bytes a second for the whole job: 1.4GB; --measure finds it.")
 @click.option("--mtbf", required=True, help="Mean time between losses of any ps: 8h, 20m.")
 @click.option("--ps", type=int, default=8, show_default=True, help="Parameter servers.")
 @click.option("--step", default="0", help="Time of a step, to give the interval in batches too: 100ms.")
-@click.option("--stall", type=float, default=0.02, show_default=True, help="Share of the writing time that is lost.")
+@click.option("--stall", type=float, help="Share of the writing time that is lost.  [default: 0.02]")
 @click.option(
     "--changed", type=float, default=0.4, show_default=True, help="Share of bytes that an incremental snapshot has."
 )
@@ -613,43 +613,72 @@ def _renamed(old: str, new: str) -> None:
 @click.option("--base-every", type=int, hidden=True)  # its old name
 @click.option("--restart", default="10s", show_default=True, help="From a loss to training on, reading not counted.")
 @click.option("--network", default="1GB", show_default=True, help="Of one ps, bytes a second.")
-@click.option("--parity", type=float, default=0.2, show_default=True, help="Share of throughput that K+1 costs.")
-@click.option("--replica", type=float, default=0.18, show_default=True, help="Share of throughput that 1+1 costs.")
+@click.option("--parity", type=float, help="Share of throughput that K+1 costs.  [default: 0.2]")
+@click.option("--replica", type=float, help="Share of throughput that 1+1 costs.  [default: 0.18]")
+@click.option("--lag", default="2s", show_default=True, help="How far mirrors may be behind (--protect lag).")
+@click.option("--lag-costs", type=float, help="Share of throughput that K+1 costs with that lag.  [default: 0.06]")
+@click.option("--measure", is_flag=True, help="Run the kernels here for half a minute; needs --step.")
+@click.option("--rows-per-step", type=int, default=16_384, show_default=True, help="Rows that a step changes.")
+@click.option("--dim", type=int, default=16, show_default=True, help="Values of a row.")
+@click.option("--cores", type=int, help="Of all machines of the job together.  [default: this one's]")
+@click.option(
+    "--write-to", type=click.Path(path_type=Path), default=Path(), help="Where checkpoints would go.  [default: .]"
+)
 @click.option("--together", type=float, default=0.2, show_default=True, help="Share of losses that take several ps.")
 @click.option("--rebuilding", type=float, default=0.5, show_default=True, help="Throughput while a ps is rebuilt.")
 @click.option("--may-lose", type=float, default=0.02, show_default=True, help="Updates a lossy rollback may lose.")
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
 def advise(
     tables: str,
-    bandwidth: str,
+    bandwidth: str | None,
     mtbf: str,
     step: str,
     restart: str,
     network: str,
     full_every: int | None,
     base_every: int | None,
+    lag: str,
+    lag_costs: float | None,
+    measure: bool,
+    rows_per_step: int,
+    dim: int,
+    cores: int | None,
+    write_to: Path,
     as_json: bool,
     **numbers: Any,
 ) -> None:
     """Say which of parity, replica or checkpoints costs least for these numbers, and where that turns."""
+    from everstep.cli.advise import MeasureFlags
     from everstep.cli.advise import advise as say
+    from everstep.errors import ConfigError
     from everstep.policies.advise import Case
     from everstep.units import seconds, size_bytes
 
     if base_every is not None:
         _renamed("--base-every", "--full-every")
         full_every = base_every if full_every is None else full_every
+    if bandwidth is None and not measure:
+        raise ConfigError("no --bandwidth: give bytes a second of the storage, or --measure to find it here")
+    given = {"bandwidth": bandwidth, "lag": lag_costs} | {n: numbers[n] for n in ("stall", "parity", "replica")}
+    for name, default in (("stall", 0.02), ("parity", 0.2), ("replica", 0.18)):
+        numbers[name] = default if numbers[name] is None else numbers[name]
     case = Case(
         full_every=8 if full_every is None else full_every,
         table_bytes=size_bytes(tables),
-        bandwidth=size_bytes(bandwidth),
+        bandwidth=size_bytes(bandwidth) if bandwidth is not None else 1.0,
         mtbf_s=seconds(mtbf),
         step_s=seconds(step),
         restart_s=seconds(restart),
         network=size_bytes(network),
+        lag_s=seconds(lag),
+        lag=0.06 if lag_costs is None else lag_costs,
         **numbers,
     )
-    say(case, as_json)
+    if not measure:
+        say(case, as_json)
+        return
+    known = frozenset(name for name, value in given.items() if value is not None)
+    say(case, as_json, MeasureFlags(case.step_s, rows_per_step, dim, cores or os.cpu_count() or 1, write_to, known))
 
 
 @cli.command()

@@ -18,6 +18,10 @@ loses, mean time between losses of a ps ``M``, restart time ``R`` and read time 
   traces of reclaimed machines 0.22 to 0.5). So parity costs ``m o + (1 - r) B / M`` plus the checkpoints' cost at
   ``M / p**m``.
 
+* *Parity that may lag*: mirrors are behind by at most ``l`` seconds, at a smaller share ``o``. A loss costs ``l``
+  besides: what mirrors lack is trained again, ``l / M``. The same promise from checkpoints alone, at most ``l`` to be
+  trained again after a loss, takes an interval of ``l`` (``within``); no sample is lost either way.
+
 * *Partial rollback* (CPR, MLSys 2021) restores a lost ps's rows alone from the newest checkpoint and trains nothing
   again: it loses the updates since then. It is not exact, so it stands apart. With ``p`` the share of all updates that
   may be lost, ``p = T / 2 / M / ps`` gives its interval ``T = 2 p ps M``; everstep itself, where a ps is lost without
@@ -54,21 +58,30 @@ class Case(NamedTuple):
     together: float = 0.2  # share of losses that take more than one ps at once
     step_s: float = 0.0  # 0: not known
     may_lose: float = 0.02  # share of all updates that a partial rollback may lose
+    lag: float = 0.06  # share of the throughput that parity costs whose mirrors may be ``lag_s`` behind
+    lag_s: float = 2.0
 
 
 class Option(NamedTuple):
     """Is one way to protect a job. ``loss``: share of training time; ``interval_s`` 0: no checkpoints; ``memory``:
-    bytes held for each byte of rows; ``parts``: what the loss is made of."""
+    bytes held for each byte of rows; ``parts``: what the loss is made of; ``redo_s``: the most that is trained again
+    after a loss that it survives by itself."""
 
     name: str
     loss: float
     interval_s: float
     memory: float
     parts: dict[str, float]
+    redo_s: float = 0.0
 
     @property
     def works(self) -> bool:
         return self.loss < 0.5
+
+    @property
+    def binds(self) -> str:
+        """Return what costs most: the part to look at first."""
+        return max(self.parts, key=lambda name: self.parts[name], default="")
 
 
 def young_interval(cost_s: float, mtbf_s: float) -> float:
@@ -97,17 +110,35 @@ def checkpoints(case: Case, incremental: bool, mtbf_s: float | None = None) -> O
         case.stall * write_s, write_s, case.restart_s + read_s, case.mtbf_s if mtbf_s is None else mtbf_s
     )
     name = "incremental checkpoints" if incremental else "full checkpoints"
-    return Option(name, sum(parts.values()), interval_s, 1.0, parts)
+    return Option(name, sum(parts.values()), interval_s, 1.0, parts, interval_s)
 
 
-def coded(case: Case, k: int, m: int) -> Option:
-    """Return what parity k+m costs; ``1+1`` is a replica. Incremental checkpoints behind it for what goes beyond."""
-    constant = case.replica if k == 1 else case.parity * m
+def within(case: Case, redo_s: float) -> Option:
+    """Return what incremental checkpoints cost that leave at most ``redo_s`` to be trained again after a loss. If they
+    cannot be written that often, training waits for the storage: that is part of the loss."""
+    n, f = case.full_every, case.changed
+    full_s = case.table_bytes / case.bandwidth
+    write_s = full_s * (1.0 + n * f) / (n + 1.0)
+    parts = {
+        "writing": case.stall * write_s / redo_s,
+        "waiting for the storage": max(0.0, write_s / redo_s - 1.0),
+        "trained again": redo_s / 2.0 / case.mtbf_s,
+        "restoring": (case.restart_s + full_s / case.ps * (1.0 + n * f / 2.0)) / case.mtbf_s,
+    }
+    return Option("incremental checkpoints", sum(parts.values()), redo_s, 1.0, parts, redo_s)
+
+
+def coded(case: Case, k: int, m: int, lag: bool = False) -> Option:
+    """Return what parity k+m costs; ``1+1`` is a replica. Incremental checkpoints behind it for what goes beyond.
+    ``lag``: mirrors may be ``case.lag_s`` behind."""
+    constant = case.replica if k == 1 else (case.lag if lag else case.parity) * m
     rebuild_s = case.table_bytes / case.ps * k / case.network
     parts = {
         "parity" if k > 1 else "replica": constant,
         "rebuilding": (1.0 - case.rebuilding) * rebuild_s / case.mtbf_s,
     }
+    if lag:
+        parts["trained again"] = case.lag_s / case.mtbf_s
     interval_s = 0.0
     beyond = case.together**m
     if beyond > 0:
@@ -115,7 +146,9 @@ def coded(case: Case, k: int, m: int) -> Option:
         interval_s = second.interval_s
         parts["checkpoints beyond it"] = second.loss
     name = f"replica {k}+{m}" if k == 1 else f"parity {k}+{m}"
-    return Option(name, sum(parts.values()), interval_s, (k + m) / k, parts)
+    if lag:
+        name += f" lag {case.lag_s:g}s"
+    return Option(name, sum(parts.values()), interval_s, (k + m) / k, parts, case.lag_s if lag else 0.0)
 
 
 def partial_rollback(case: Case) -> Option:
@@ -139,6 +172,7 @@ def options(case: Case, codes: tuple[tuple[int, int], ...] = ((1, 1), (4, 1), (4
     """Return all that the number of ps allows, the cheapest first."""
     found = [checkpoints(case, incremental=False), checkpoints(case, incremental=True)]
     found += [coded(case, k, m) for k, m in codes if k + m <= case.ps]
+    found += [coded(case, k, m, lag=True) for k, m in codes if 1 < k <= case.ps - m]
     return sorted(found, key=lambda option: option.loss)
 
 
