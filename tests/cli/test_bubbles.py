@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 from xml.etree import ElementTree
 
+import msgspec
 import pytest
 
 from everstep.cli.bubbles import show_bubbles
 from everstep.errors import ConfigError
-from everstep.model.stage_spans import SpanKind, StageIteration, StageSpan
+from everstep.model.stage_spans import CopyTotals, SpanKind, StageIteration, StageSpan
 from everstep.monitor.span_log import FOLDER, SpanLog, read_spans
 
 
@@ -97,3 +98,15 @@ def test_too_few_to_say(tmp_path: Path) -> None:
     log.write(iteration(0, 0))
     log.close()
     assert "too few to say" in show_bubbles(tmp_path, None)
+
+
+def test_what_the_neighbour_keeps_and_what_both_sides_pay(tmp_path: Path) -> None:
+    totals = CopyTotals(copies=9, inside_bytes=9_000_000, neighbour="c", kept=7, sent_bytes=7_000_000)
+    totals = msgspec.structs.replace(totals, sent_late_bytes=700_000, sent_s=0.0125, received_s=0.034, behind=2)
+    log = SpanLog(tmp_path, 0, 0)
+    for step in range(6):
+        log.write(msgspec.structs.replace(iteration(0, step), stages=1, copies=totals))
+    log.close()
+    said = show_bubbles(tmp_path, None)
+    assert "node c has acknowledged 7 of them: 7.0 MB sent, 90.0 % of it begun in waits" in said, said
+    assert "12.5 ms of the processor here, 34.0 ms there; 2 copies are in the own memory only" in said, said

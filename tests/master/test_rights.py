@@ -247,6 +247,7 @@ MAY: dict[type, str] = {  # who may send what, said a second time
     ChiefAsked: "worker",
     OnceAsked: "worker",
     wire.MayEnd: "worker",
+    wire.CopyPlacesAsked: "worker",
     GroupAsked: "worker",
     GroupSynced: "worker",
     GroupLeft: "worker",

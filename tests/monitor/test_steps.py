@@ -45,8 +45,9 @@ class Run:
             4: [Committed(3, 6, 7, 0, 1, 20, 60), Committed(3, 8, 9, 0, 1, 60, 100)],
         }
 
-    def check(self) -> AuditReport:
+    def check(self, lost: frozenset[tuple[Slot, Incarnation]] = frozenset()) -> AuditReport:
         fold = StepFold()
+        fold.lost = set(lost)
         fold.loops.asked = {1: {Asked(0, 0, 1)}, 2: {Asked(0, 1, 2)}}
         for g in self.groups:
             fold.published(g)
@@ -152,3 +153,16 @@ def test_a_log_is_read_and_a_changed_one_is_told(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-5])
     problem = read_step_log(path).problem
     assert problem is not None and problem.startswith("torn tail")
+
+
+def test_steps_in_no_log_are_an_offence_unless_all_nodes_that_had_one_were_lost() -> None:
+    run = Run()
+    run.logs[0], run.logs[1] = run.logs[0][:1], run.logs[1][:0]  # steps from 2 on are in no log of generation 1
+    both = frozenset({(Slot(0), Incarnation(1)), (Slot(1), Incarnation(1))})
+    for lost in (frozenset[tuple[Slot, Incarnation]](), frozenset({(Slot(0), Incarnation(1))})):
+        report = run.check(lost)
+        assert not report.ok and "are in no worker's log" in report.text(), report.text()
+    run.logs[2].append(Committed(2, 5, 7, 0, 1, 0, 60))
+    report = run.check(both)
+    assert report.ok, report.text()
+    assert "worker:0 #1, worker:1 #1 was lost with the end of its log: of steps 0..3" in report.text(), report.text()

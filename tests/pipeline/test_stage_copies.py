@@ -15,7 +15,7 @@ from everstep.allreduce.state import ReplicaState
 from everstep.errors import ConfigError, PlatformError
 from everstep.model.group import Position
 from everstep.model.stage_spans import COPIES_VARIABLE, COPY_SLOTS
-from everstep.pipeline import copy_slots
+from everstep.pipeline import slot_memory
 from everstep.pipeline.copy_recovery import KeptCopy
 from everstep.pipeline.copy_slots import CopyMemory, CopyMeta
 from everstep.pipeline.stage_copies import StageCopies
@@ -213,7 +213,7 @@ def test_a_job_goes_on_without_copies_where_there_is_no_memory(
 ) -> None:
     stages, draws = pair(fds), random.Random(7)
     iterate(stages, 0, draws)
-    monkeypatch.setattr(copy_slots, "free_memory", lambda: 1000)
+    monkeypatch.setattr(slot_memory, "free_memory", lambda: 1000)
     for step in range(1, 5):
         iterate(stages, step, draws)
     assert "no memory for a copy of this stage" in caplog.text and "goes on without copies" in caplog.text

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -52,7 +52,7 @@ from everstep.config.spec import JobSpec
 from everstep.errors import DeadlineError, EverstepError, escaped_lines
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.capacity import Market
-from everstep.model.member import Role
+from everstep.model.member import Address, Role
 from everstep.model.notice import Certainty, Notice
 from everstep.monitor.process_readings import clean_hardware, hardware_class, machine_name
 from everstep.monitor.vitals import read_vitals
@@ -70,6 +70,9 @@ from everstep.platforms.local import LocalProcess, ended, python_argv, send_sign
 from everstep.platforms.notices import DESIGN_LEAD_S, Change, NoticeSource, NoticeWatch
 from everstep.storage.atomic import private
 from everstep.storage.space import disk_is_full
+
+if TYPE_CHECKING:
+    from everstep.pipeline.copy_store import CopyStore
 
 WORKER_GRACE_S = 5.0  # SIGTERM -> SIGKILL of a worker when the job ends
 PS_GRACE_S = 10.0  # for a ps to write its final cut by itself, before SIGTERM
@@ -212,6 +215,8 @@ class Agent:
         self.notices = NoticeWatch(notices, lambda change: self.post(partial(self._noticed, change)), self._tell)
         self._returns = returns
         self._goes_at: float | None = None  # by time.monotonic(): what notices leave, less a margin
+        self._copies: CopyStore | None = None  # of stages, for workers of other nodes
+        self._copies_at: Address | None = None
         self.emptied_for: Notice | None = None  # this node was left because of it
 
     # ------------------------------------------------------------ the loop
@@ -225,6 +230,7 @@ class Agent:
         try:
             self._start_template()  # first: its imports take longest
             self._prepare()
+            self._keep_copies()
             if self._keeps_master:
                 self._start_master()
             self.client = self._connect(self)
@@ -245,12 +251,32 @@ class Agent:
             for signo, handler in old_handlers.items():
                 signal.signal(signo, handler)
             self._closed = True
+            if self._copies is not None:
+                self._copies.close()
             self._selector.close()
             self._wake_r.close()
             self._wake_w.close()
             if self._parent_fd >= 0:
                 os.close(self._parent_fd)
             remove_sockets(self.run_dir)
+
+    def _keep_copies(self) -> None:
+        """Keep copies of stages for workers of other nodes, where the job has such nodes."""
+        spec = self.spec
+        if not (spec.bind and self.host and spec.stages > 1 and spec.copy_every != "off"):
+            return
+        from everstep.net.auth import load_secret
+        from everstep.net.rendezvous import SECRET_FILE
+        from everstep.pipeline.copy_store import CopyStore
+
+        store = CopyStore()
+        try:
+            secret = load_secret(self.run_dir / SECRET_FILE)
+            self._copies_at = store.serve(self.host, self.node, secret, spec.tls == "all")
+        except EverstepError as error:
+            self._tell(f"this node keeps no copies of stages: {error}")
+        else:
+            self._copies = store
 
     def _turn(self) -> None:
         timeout = None
@@ -848,7 +874,8 @@ class Agent:
             running = tuple((r.role, r.slot, r.incarnation, r.pid) for r in self._running.values())
         places = self.worker_places, self.ps_places
         joined = NodeJoined(self.node, self.host, *places, running, self.hardware, self._returns)
-        return msgspec.structs.replace(joined, zone=self.zone, market=self.market, machine=self.machine)
+        placed = {"zone": self.zone, "market": self.market, "machine": self.machine}
+        return msgspec.structs.replace(joined, **placed, copies=self._copies_at)
 
     def beat(self) -> Beat:
         readings = {"load1": os.getloadavg()[0], "cores": float(os.cpu_count() or 1)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -18,10 +19,17 @@ from everstep.allreduce.session import Session
 from everstep.allreduce.state import ReplicaState
 from everstep.api.group_trainer import GroupTrainer
 from everstep.api.listeners import WorkerRuntime
-from everstep.errors import ScriptError
+from everstep.errors import EverstepError, ScriptError
+from everstep.ids import NodeId
+from everstep.model.copy_places import CopyPlace
 from everstep.model.stage_spans import StageIteration
 from everstep.monitor.span_log import SpanLog
+from everstep.net.auth import Identity, load_secret
+from everstep.net.data import DataClient
+from everstep.net.rendezvous import SECRET_FILE
+from everstep.pipeline.copy_elsewhere import CONNECT_S, NeighbourWatch, copy_places
 from everstep.pipeline.copy_recovery import KeptCopy
+from everstep.pipeline.copy_sender import CopySender
 from everstep.pipeline.copy_slots import CopyMemory, CopyMeta
 from everstep.pipeline.engine import PipelineEngine
 from everstep.pipeline.known_schedules import check_schedule, homes, kind_of, parts_wanted
@@ -33,6 +41,7 @@ from everstep.pipeline.staged_model import StagedModel, parts_of
 from everstep.pipeline.stages import StageRunner, WholeRunner
 from everstep.pipeline.stages_state import StagesState, WholeModel, digest_of
 from everstep.policies.idle_spans import SpanSampler
+from everstep.policies.node_selection import HOME_NODE
 
 
 class PipelineTrainer(GroupTrainer):
@@ -45,6 +54,7 @@ class PipelineTrainer(GroupTrainer):
         self._log: SpanLog | None = None
         self._session: Session | None = None  # of the first stage
         self._sync: ReplicaSync | None = None
+        self._watch: NeighbourWatch | None = None
         self._copies_of = -1  # lineage that the copies are of
         stages = runtime.spec.stages
         self._memory: CopyMemory | None = None
@@ -68,6 +78,34 @@ class PipelineTrainer(GroupTrainer):
             return
         self._session, self._sync = session, sync
         sync.copy = KeptCopy.find(self._memory, self._whole)
+
+    def _look_elsewhere(self, memory: CopyMemory, sync: ReplicaSync) -> None:
+        """Find, as the first stage, a copy that is newer than that of this machine, and who keeps copies from now
+        on."""
+        runtime, own = self._runtime, sync.copy
+        if runtime.incarnation > 1 and (own is None or own.incarnation < runtime.incarnation - 1):
+            with contextlib.suppress(EverstepError):  # (without the master there is no job)
+                places, of = copy_places(runtime), (runtime.slot, runtime.spec.stages)
+                sync.copy = KeptCopy.find_elsewhere(places, self._connect_copies, *of, self._whole, own)
+        self._watch = NeighbourWatch(runtime, memory.page, self._node)
+
+    @property
+    def _node(self) -> NodeId:
+        return NodeId(os.environ.get("EVERSTEP_NODE", HOME_NODE))
+
+    def _connect_copies(self, place: CopyPlace) -> DataClient:
+        runtime = self._runtime
+        identity = Identity(
+            purpose="data",
+            role="worker",
+            slot=runtime.slot,
+            incarnation=runtime.incarnation,
+            node=self._node,
+            pid=os.getpid(),
+        )
+        secret = load_secret(runtime.run_dir / SECRET_FILE)
+        tls = runtime.spec.tls
+        return DataClient(place.address, secret=secret, identity=identity, tls=tls, connect_timeout_s=CONNECT_S)
 
     def _lead(self, session: Session) -> LeaderSession:
         made = LeaderSession(session, self._unit, spread=1)
@@ -99,7 +137,14 @@ class PipelineTrainer(GroupTrainer):
             return
         every = self._runtime.spec.copy_every
         life = int(self._runtime.incarnation)
-        copies = StageCopies(self._memory, unit.index, life, self.state, 0 if every == "auto" else int(every))
+        sender = None
+        if self._runtime.spec.bind:
+            if self._sync is not None:
+                self._look_elsewhere(self._memory, self._sync)
+            me = self._runtime.slot, self._runtime.incarnation
+            sender = CopySender(self._memory.page, unit.index, me, self._connect_copies)
+        limit = 0 if every == "auto" else int(every)
+        copies = StageCopies(self._memory, unit.index, life, self.state, limit, sender=sender)
         self.engine.copies, self.engine.about_copy = copies, self._about_copy
         recorder.copies = unit.waits = copies
 
@@ -255,6 +300,8 @@ class PipelineTrainer(GroupTrainer):
 
     def leave(self, error: str) -> None:
         super().leave(error)
+        if self._watch is not None:
+            self._watch.close()
         if self._log is not None:
             self._log.close()
 

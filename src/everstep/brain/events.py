@@ -74,6 +74,7 @@ class NodeJoined(Fact, frozen=True, tag="node_joined"):
     zone: PlaceName = ""  # where its machine is, as prices name it
     market: Market | None = None  # whether the platform may take its machine back; None: nobody said
     machine: PlaceName = ""  # nodes of one machine are lost together; "": it is the only one of its machine
+    copies: Address | None = None  # where it keeps copies of stages for workers of other nodes (mode pipeline)
 
 
 class NodeLost(Fact, frozen=True, tag="node_lost"):

@@ -8,7 +8,7 @@ import msgspec
 
 from everstep.ids import Incarnation, LeaseNo, NodeId, ShardKey, Slot
 from everstep.model.capacity import Market
-from everstep.model.member import Member, MemberState, Role
+from everstep.model.member import Address, Member, MemberState, Role
 from everstep.policies.node_selection import HOME_NODE, NodeRoom, choose_ps_node, choose_worker_node
 
 _WORKER = Role.WORKER
@@ -21,7 +21,7 @@ class Node(msgspec.Struct):
     whole node may be cut off, and nobody is started there. 0.0: it is heard. ``machine``: that it stands on, "": one of
     its own. ``zone``: "": nobody said. ``since``: when it joined, or came back. ``counted``: no places are
     none (else the home node takes any number). ``market``: of its machine; None, as nobody said, counts as one that
-    stays."""
+    stays. ``copies``: where its agent keeps copies of stages for workers of other nodes; None: it keeps none."""
 
     node: NodeId
     host: str
@@ -37,6 +37,7 @@ class Node(msgspec.Struct):
     since: float = 0.0
     counted: bool = False
     market: Market | None = None
+    copies: Address | None = None
 
     def takes(self, role: Role) -> bool:
         """Return whether processes of this role may run here at all."""

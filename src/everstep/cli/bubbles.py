@@ -90,7 +90,20 @@ def copies_described(records: Sequence[StageIteration]) -> list[str]:
         lines.append(
             f"        a copy in {'each' if copies.interval == 1 else f'one of {copies.interval}'}: {copies.reason}"
         )
+        if copies.neighbour:
+            lines.append(_kept_described(copies))
     return ["copies (of each stage since its process began):", *lines] if lines else []
+
+
+def _kept_described(copies: CopyTotals) -> str:
+    """Return what the neighbour keeps of a stage's copies, and what that cost on both sides."""
+    in_waits = 100 * (1 - copies.sent_late_bytes / copies.sent_bytes) if copies.sent_bytes else 0.0
+    behind = f"; {copies.behind} copies are in the own memory only, as one was on its way" if copies.behind else ""
+    return (
+        f"        node {copies.neighbour} has acknowledged {copies.kept} of them: {copies.sent_bytes / 1e6:.1f} MB sent"
+        f", {in_waits:.1f} % of it begun in waits; {1e3 * copies.sent_s:.1f} ms of the processor here, "
+        f"{1e3 * copies.received_s:.1f} ms there{behind}"
+    )
 
 
 def _fits(stage: StageIdle, fit: StageFit) -> str:

@@ -351,6 +351,7 @@ RIGHTS: Final[dict[type, Right]] = {
     ChiefAsked: Right(_WORKER, _anyone, _anyone),
     OnceAsked: Right(_WORKER, _anyone, lambda brain, who, r: "" if len(r.key) <= 255 else "its key is too long"),
     wire.MayEnd: Right(_WORKER, _anyone, _anyone),
+    wire.CopyPlacesAsked: Right(_WORKER, _anyone, _anyone),
     GroupAsked: Right(_WORKER, _anyone, _ask_group),
     GroupSynced: Right(_WORKER, _anyone, _generation),
     GroupLeft: Right(_WORKER, _anyone, lambda brain, who, r: _grouped(brain)),

@@ -81,6 +81,7 @@ from everstep.master.readings import METRICS_FILE, Readings
 from everstep.master.spot_policy import SpotController
 from everstep.master.stalls import Stalls
 from everstep.master.store_server import StoreServer
+from everstep.model.copy_places import CopyPlace
 from everstep.model.decision import Decision
 from everstep.model.job_view import JobView
 from everstep.model.member import MemberKey, Role
@@ -233,6 +234,7 @@ class Master:
                 wire.ValuesReported: self._report,
                 wire.ClockReported: self._report_clock,
                 wire.MayEnd: self._may_end,
+                wire.CopyPlacesAsked: self._copy_places,
                 wire.StoreSet: lambda r, sender: self.store.set(r.generation, r.attempt, r.values),
                 wire.StoreGet: lambda r, sender: self.store.get(r.generation, r.attempt, r.keys, r.wait_s),
                 wire.GetStatus: lambda r, sender: self.view(r.speed),
@@ -605,6 +607,11 @@ class Master:
 
     def _may_end(self, r: wire.MayEnd, who: Sender) -> Answer:
         return _OK if self.brain.may_end(who.slot, who.incarnation) else Wait(END_LOOK_S)
+
+    def _copy_places(self, r: wire.CopyPlacesAsked, who: Sender) -> Answer:
+        nodes = self.brain.members.nodes.values()
+        found = [CopyPlace(n.node, n.machine, n.copies) for n in nodes if n.alive and n.copies is not None]
+        return wire.CopyPlaces(tuple(found))
 
     def _group_stalled(self, r: GroupStalled, sender: Sender) -> Any:
         silent = self.watch.stalled(self.brain, self.clock.now())

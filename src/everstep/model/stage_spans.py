@@ -10,8 +10,9 @@ import msgspec
 COPIES_VARIABLE: Final = "EVERSTEP_COPIES"
 """The environment variable by which a worker gets the memory for its copies: file descriptors, see
 ``pipeline.copy_slots``."""
-COPY_SLOTS: Final = 2
-"""Copies of each stage that there is memory for."""
+COPY_SLOTS: Final = 3
+"""Copies of each stage that there are files for. The third one takes memory only if a copy is being sent for longer
+than an iteration."""
 
 
 class SpanKind(Enum):
@@ -49,7 +50,9 @@ class CopyTotals(msgspec.Struct, frozen=True, kw_only=True):
     waited for them. ``discarded``: copies of a state that was changed meanwhile; ``skipped``: ones that could not
     begin, since another stage was behind. ``begin_s``, ``stall_s``: what they cost the thread that trains.
     ``overruns``: waits behind which more than one block ended: a defect. ``interval``: one copy in so many iterations;
-    ``reason``: why."""
+    ``reason``: why. ``neighbour``: the node whose agent keeps copies, too; ``kept``: copies that it has acknowledged;
+    ``sent_bytes``: to it, ``sent_late_bytes``: of those, outside of waits; ``sent_s``, ``received_s``: the processor's
+    time that it took here and there. ``behind``: copies of the own memory that came and went meanwhile."""
 
     copies: int = 0
     discarded: int = 0
@@ -62,6 +65,13 @@ class CopyTotals(msgspec.Struct, frozen=True, kw_only=True):
     stall_s: float = 0.0
     interval: int = 1
     reason: str = ""
+    neighbour: str = ""
+    kept: int = 0
+    sent_bytes: int = 0
+    sent_late_bytes: int = 0
+    sent_s: float = 0.0
+    received_s: float = 0.0
+    behind: int = 0
 
     @property
     def copied_bytes(self) -> int:

@@ -41,9 +41,9 @@ from everstep.storage.journal import SQL_ERRORS, check_version, sound_row
 class JournalFold:
     """Holds what the journal says of a job. ``resumed``: shards that were done before this job went on from a
     checkpoint. ``steps``: mode allreduce; ``groups``: who may push under the lease of a generation there. ``loops``:
-    what the loops of the script asked for. ``ps_on``: where each life of a ps ran; ``lost_with``: those that were
-    running on a node when it was lost. ``manifests``: of its checkpoints, by number, also of those that were
-    dropped."""
+    what the loops of the script asked for. ``ps_on``, ``workers_on``: where each life of a ps, of a worker ran;
+    ``lost_with``: ps that were running on a node when it was lost. ``manifests``: of its checkpoints, by number, also
+    of those that were dropped."""
 
     def __init__(self) -> None:
         self.brain = Brain()
@@ -55,6 +55,7 @@ class JournalFold:
         self.groups: dict[LeaseNo, set[tuple[Slot, Incarnation]]] = {}
         self.ps_on: dict[tuple[Slot, Incarnation], NodeId] = {}
         self.lost_with: dict[NodeId, set[tuple[Slot, Incarnation]]] = {}
+        self.workers_on: dict[tuple[Slot, Incarnation], NodeId] = {}
         self._said: set[ShardKey] = set()
 
     def __repr__(self) -> str:
@@ -85,8 +86,8 @@ class JournalFold:
             self.resumed = {k for k in self._all_shards() if self._is_done(k)}
             self.steps.before = {n: (d.finished_epochs, 0) for n, d in enumerate(fact.manifest.datasets)}
         elif isinstance(fact, MemberJoined):
-            if fact.role is Role.PS:
-                self.ps_on[fact.slot, fact.incarnation] = fact.node
+            on = self.ps_on if fact.role is Role.PS else self.workers_on
+            on[fact.slot, fact.incarnation] = fact.node
             for lease in fact.leases:  # adopted: granted by a master whose journal lost its tail
                 held = self.brain.leases.get(lease.shard)
                 if held is not None and (held.no, held.worker) == (lease.no, fact.slot):
@@ -96,6 +97,7 @@ class JournalFold:
             if not nodes[node].alive:
                 here = {life for life, at in self.ps_on.items() if at == node}
                 self.lost_with.setdefault(node, set()).update(here)
+                self.steps.lost |= {life for life, at in self.workers_on.items() if at == node}
         for instruction in out:
             if isinstance(instruction, CommitManifest):
                 self.manifests[instruction.manifest.checkpoint] = instruction.manifest

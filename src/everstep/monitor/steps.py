@@ -54,13 +54,15 @@ class StateLineage(msgspec.Struct):
 class StepFold:
     """Holds what the journal says of groups and their steps. ``lines`` by origin; ``members`` by generation.
     ``before``: by dataset, where a job that goes on from a checkpoint begins (but for the dataset of the first
-    lineage's begin). ``loops``: what the script asked for."""
+    lineage's begin). ``loops``: what the script asked for. ``lost``: workers whose node was lost, and perhaps the end
+    of their logs with it."""
 
     def __init__(self, loops: LoopFold | None = None) -> None:
         self.loops = loops or LoopFold()
         self.lineages: list[StateLineage] = []
         self.members: dict[int, set[tuple[Slot, Incarnation]]] = {}
         self.before: dict[int, tuple[int, int]] = {}
+        self.lost: set[tuple[Slot, Incarnation]] = set()
 
     def published(self, group: Group) -> None:
         if group.generation in self.members:
@@ -273,7 +275,9 @@ class StepCheck:
                 return
 
     def _witnessed(self, logs: Sequence[StepLog]) -> None:
-        """Check that every step that was told is in the log of a worker."""
+        """Check that every step that was told is in the log of a worker. If all workers of its generation were lost
+        with their nodes, the end of their logs may be missing: the journal alone says it then."""
+        alone: list[StepsPiece] = []
         for lineage in self.fold.lineages:
             logged = sorted(
                 (c.first, c.last) for log in logs for c in log.steps if self.fold.lineage(c.generation) is lineage
@@ -286,9 +290,18 @@ class StepCheck:
                     merged.append([first, last])
             for p in self.pieces[lineage.origin]:
                 if not any(first <= p.first and p.last <= last for first, last in merged):
+                    if self.fold.members.get(p.generation, set()) <= self.fold.lost:
+                        alone.append(p)
+                        continue
                     name = self._epoch(p.dataset, p.epoch)
                     words = f"steps {p.first}..{p.last} are in no worker's log"
                     self.report.offenders.append(Offence("no log", "journal", name, p.lo, p.hi, detail=words))
+        if alone:
+            names = ", ".join(f"worker:{slot} #{life}" for slot, life in sorted(self.fold.lost))
+            self.report.notes.append(
+                f"the node of {names} was lost with the end of its log: of steps {alone[0].first}..{alone[-1].last} "
+                "the journal alone says that they are committed"
+            )
 
     # ------------------------------------------------------------ both
 

@@ -14,6 +14,7 @@ import msgspec
 
 from everstep.bounds import Finite, Measured, Seconds, Whole, WholeOrNone
 from everstep.brain.events import (
+    Answer,
     AnswerType,
     FinishJob,
     Note,
@@ -27,6 +28,7 @@ from everstep.brain.events import (
 )
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, LeaseNo, PartitionId, ShardKey, Slot, TableId
+from everstep.model.copy_places import CopyPlace
 from everstep.model.group import Position
 from everstep.model.job_view import JobView
 from everstep.model.member import Role
@@ -70,6 +72,10 @@ class StackTaken(Query, frozen=True, tag="stack_taken"):
 class MayEnd(Query, frozen=True, tag="may_end"):
     """From a worker of a group whose script is over: is nobody in need of its state any more? Not journaled. Answer:
     Ok | Wait | Fenced."""
+
+
+class CopyPlacesAsked(Query, frozen=True, tag="copy_places_asked"):
+    """Asks, in mode pipeline, which agents keep copies of stages for workers of other nodes. Answer: CopyPlaces."""
 
 
 class StoreSet(Query, frozen=True, tag="store_set"):
@@ -127,7 +133,17 @@ class ClockReported(Query, frozen=True, tag="tell_place"):
 
 
 QueryType = (
-    Beat | ValuesReported | GetStatus | GetSpec | FaultAsked | StoreSet | StoreGet | ClockReported | StackTaken | MayEnd
+    Beat
+    | ValuesReported
+    | GetStatus
+    | GetSpec
+    | FaultAsked
+    | StoreSet
+    | StoreGet
+    | ClockReported
+    | StackTaken
+    | MayEnd
+    | CopyPlacesAsked
 )
 """Requests that are answered from what the master knows, or that it keeps in memory: none becomes an event."""
 
@@ -140,6 +156,12 @@ class SpecReport(msgspec.Struct, frozen=True, tag="spec_report"):
     spec: JobSpec
 
 
+class CopyPlaces(Answer, frozen=True, tag="copy_places"):
+    """Lists the agents that keep copies and whose nodes are alive."""
+
+    places: tuple[CopyPlace, ...] = ()
+
+
 class StoreValues(msgspec.Struct, frozen=True, tag="store_values"):
     values: dict[str, bytes]
 
@@ -149,7 +171,7 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     request: RequestType
 
 
-Answered = AnswerType | JobView | SpecReport | StoreValues
+Answered = AnswerType | JobView | SpecReport | StoreValues | CopyPlaces
 
 
 class Return(msgspec.Struct, frozen=True, array_like=True):
@@ -472,6 +494,71 @@ class EndFollow(msgspec.Struct, frozen=True, tag="end_follow"):
     incarnation: Incarnation
 
 
+# ---------------------------------------------------------------- data plane: worker -> agent of another node
+
+
+class CopyBegun(msgspec.Struct, frozen=True, tag="copy_begun"):
+    """Begins to send a stage's copy, of the state before ``step``, to an agent that keeps it (mode pipeline). Body:
+    what the copy says of itself. What the agent has of an older step of all ``stages`` stays until this one is whole.
+    Answer: CopyTaken | Bad (no memory; a later life of this worker has written)."""
+
+    slot: Slot
+    incarnation: Incarnation
+    stage: Whole
+    stages: Whole
+    step: Whole
+    meta_bytes: Whole
+    header_bytes: Whole
+    body_bytes: Whole
+
+
+class CopyBlocks(msgspec.Struct, frozen=True, tag="copy_blocks"):
+    """Brings the next ``count`` blocks of that copy, from number ``first`` on. Body: their checksums as little-endian
+    uint32, then they. Answer: CopyTaken | Bad (a checksum is wrong)."""
+
+    slot: Slot
+    incarnation: Incarnation
+    stage: Whole
+    step: Whole
+    first: Whole
+    count: Whole
+
+
+class CopyEnded(msgspec.Struct, frozen=True, tag="copy_ended"):
+    """Says that the copy is whole at its worker. Answer: CopyTaken (it is whole here, too, and outlives the worker) |
+    Bad (blocks are missing)."""
+
+    slot: Slot
+    incarnation: Incarnation
+    stage: Whole
+    step: Whole
+
+
+class CopiesDropped(msgspec.Struct, frozen=True, tag="copies_dropped"):
+    """Says that copies of this worker are of no use any more: it ended, or its lineage did. Answer: CopyTaken."""
+
+    slot: Slot
+    incarnation: Incarnation
+
+
+class KeptCopiesAsked(msgspec.Struct, frozen=True, tag="kept_copies_asked"):
+    """Asks which copies of a worker are whole. Answer: KeptCopies."""
+
+    slot: Slot
+
+
+class CopyRead(msgspec.Struct, frozen=True, tag="copy_read"):
+    """Asks for bytes ``[at, at + size_bytes)`` of a copy: what it says of itself, checksums, blocks. Answer: StatePart
+    with them as body | SnapshotGone."""
+
+    slot: Slot
+    stage: Whole
+    step: Whole
+    life: Whole
+    at: Whole
+    size_bytes: Whole
+
+
 # ---------------------------------------------------------------- files of the first node
 
 
@@ -543,6 +630,12 @@ DataRequest = (
     | ReadState
     | NextStep
     | EndFollow
+    | CopyBegun
+    | CopyBlocks
+    | CopyEnded
+    | CopiesDropped
+    | KeptCopiesAsked
+    | CopyRead
     | FilePut
     | FileRead
     | FileList
@@ -664,6 +757,32 @@ class StepDid(msgspec.Struct, frozen=True, tag="step_did", rename={"position": "
     newest: int
 
 
+class CopyTaken(msgspec.Struct, frozen=True, tag="copy_taken"):
+    """Says that it is taken. ``spent_s``: the processor's time that the agent has spent on this connection so far."""
+
+    spent_s: float = 0.0
+
+
+class KeptPart(msgspec.Struct, frozen=True, array_like=True):
+    """Describes a whole copy of one stage; ``lineage``: of the first stage's, else 0. Sizes in bytes."""
+
+    stage: Whole
+    step: Whole
+    life: Whole
+    lineage: Whole
+    meta_bytes: Whole
+    header_bytes: Whole
+    body_bytes: Whole
+    text_crc: Whole
+
+
+class KeptCopies(msgspec.Struct, frozen=True, tag="kept_copies"):
+    """Lists what is whole. ``stages``: of the worker, as it wrote them; 0: nothing of it is here."""
+
+    stages: Whole = 0
+    parts: tuple[KeptPart, ...] = ()
+
+
 class NotYet(msgspec.Struct, frozen=True, tag="not_yet"):
     """Ask again."""
 
@@ -714,6 +833,8 @@ DataAnswer = (
     | StatePart
     | StepDid
     | NotYet
+    | CopyTaken
+    | KeptCopies
     | SnapshotGone
     | FileTaken
     | FilePiece

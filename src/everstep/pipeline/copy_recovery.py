@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from everstep.allreduce.member_runtime import CopyToBegin
 from everstep.allreduce.serialize import SerializedState
+from everstep.ids import Slot
+from everstep.model.copy_places import CopyPlace
 from everstep.model.group import Committed, HeldCopy
+from everstep.pipeline.copy_elsewhere import Connect, newest_elsewhere
 from everstep.pipeline.copy_slots import CopyMemory, CopyMeta
 from everstep.pipeline.stages_state import WholeModel, joined
 
@@ -22,8 +28,24 @@ class KeptCopy:
 
     @classmethod
     def find(cls, memory: CopyMemory, whole: WholeModel) -> KeptCopy | None:
+        """Return the one in the memory of this machine."""
         found = memory.newest()
         return None if found is None else cls(*found, whole)
+
+    @classmethod
+    def find_elsewhere(
+        cls,
+        places: Iterable[CopyPlace],
+        connect: Connect,
+        slot: Slot,
+        stages: int,
+        whole: WholeModel,
+        own: CopyToBegin | None,
+    ) -> CopyToBegin | None:
+        """Return the one that agents of other nodes keep, if it is newer than ``own``; else that."""
+        than = (own.incarnation, own.held.position.step) if own is not None else (-1, -1)
+        found = newest_elsewhere(places, connect, slot, stages, than)
+        return own if found is None else cls(*found, whole)
 
     def serialized(self) -> SerializedState:
         """Return the state of the whole model. Raises CheckpointError, ScriptError: the parts are not of one model."""

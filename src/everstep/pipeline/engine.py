@@ -31,7 +31,7 @@ class PipelineEngine(GroupEngine):
 
     def close(self, error: str = "") -> None:
         if self.copies is not None:
-            self.copies.close()
+            self.copies.close(not error)
             self.unit.waits = None
         super().close(error)
 

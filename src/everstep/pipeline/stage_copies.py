@@ -11,8 +11,9 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import fmean, pstdev
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -24,6 +25,7 @@ from everstep.errors import PlatformError, ScriptError
 from everstep.model.group import Position
 from everstep.model.stage_spans import CopyTotals
 from everstep.native import SpanCopier
+from everstep.pipeline.copy_sender import CopySender
 from everstep.pipeline.copy_slots import BLOCK_BYTES, CopyMemory, CopyMeta, CopySlot
 from everstep.policies.copy_frequency import CopyCost, choose_interval, span_limits
 from everstep.policies.idle_spans import IdleSpan
@@ -64,7 +66,12 @@ class StageCopies:
         state: ReplicaState,
         every: int = 0,
         clock: Callable[[], float] = time.perf_counter,
+        sender: CopySender | None = None,
     ) -> None:
+        """Take ``sender``: what sends copies to the neighbour; None: nothing does."""
+        self._sender = sender
+        self._sent: CopySlot | None = None  # on its way to the neighbour: not written meanwhile
+        self._behind = 0
         self._memory, self._stage, self._life, self._state = memory, stage, life, state
         self._page, self._slots = memory.page, memory.slots[stage]
         self._clock = clock
@@ -96,12 +103,17 @@ class StageCopies:
     def choose(self, step: int) -> None:
         """Say, as the first stage, before anybody begins ``step``, whether its state is copied."""
         page = self._page
+        page.send = -1
         if page.unable.any():
             page.step = -1
             return
         interval = max(self.interval, int(page.wished.max()))
         if self._copied < 0 or step < self._copied or step - self._copied >= interval or page.step == step:
             self._copied = page.step = step
+            if page.place is not None:
+                late = bool((page.sending >= 0).any())  # some stage's last one is still on its way
+                self._behind += late
+                page.send = -1 if late else step
         else:
             page.step = -1
 
@@ -109,6 +121,8 @@ class StageCopies:
         """Go on, as the first stage, from the copy of ``step``; -1: from anything else, so no copy is of use."""
         if step < 0:
             self._memory.clear()
+            if self._sender is not None:
+                self._sender.forget()
         else:
             self._page.newest[:] = step
             self._page.step = -1
@@ -127,6 +141,8 @@ class StageCopies:
             self._generation = generation
         self.step_s, self._began_at = now - self._began_at, now
         self._opening = 0
+        if self._sender is not None:
+            self._sender.next_iteration()
         if self._captured is not None:
             self.finish()  # (an iteration without an optimizer's step)
         if self._failed or self._page.step != step or int(self._page.newest[self._stage]) == step:
@@ -150,11 +166,13 @@ class StageCopies:
         mine, common = int(self._page.newest[self._stage]), self._page.common
         if mine > common and mine >= step - 1:
             return None
-        for slot in self._slots:
+        sent = self._sent if self._sender is not None and self._sender.busy else None
+        free = [slot for slot in self._slots if slot is not sent]
+        for slot in free:
             head = slot.head()
             if head is None or head.step != common:
                 return slot
-        return self._slots[0]
+        return free[0]
 
     def _capture(self, step: int, meta: CopyMeta | None) -> _Captured:
         header, packer = self._state.described(Position(), 0)
@@ -193,6 +211,15 @@ class StageCopies:
             sums,
         )
         self._slot, self._target = slot, (body, sums)
+        if self._sender is not None and self._page.send == found.step:
+            size = found.size_bytes
+            ready = partial(self._blocks_copied, size)
+            begun = self._sender.begin(found.step, found.meta, found.header, body, sums, ready)
+            self._sent = slot if begun else None
+
+    def _blocks_copied(self, size_bytes: int) -> int:
+        """Return how many blocks are surely copied: the newest one that is claimed may be in the making."""
+        return max(0, -(-(size_bytes - self._copier.left) // BLOCK_BYTES) - 1)
 
     def wait_begins(self) -> None:
         """The process is about to wait for a neighbour."""
@@ -204,8 +231,12 @@ class StageCopies:
             if limit:
                 self._ended_late = self._copier.counts()[3]
                 self._copier.open(limit)
+        if self._sender is not None:
+            self._sender.open()
 
     def wait_ends(self) -> None:
+        if self._sender is not None:
+            self._sender.shut()
         if self._slot is not None:
             self._copier.close()
             self._overruns += self._copier.counts()[3] > self._ended_late + 1
@@ -228,12 +259,17 @@ class StageCopies:
         begin = self._clock()
         self._copier.finish()
         changed = any(tensor._version != version for tensor, version in found.versions)
+        sends = self._sender is not None and slot is self._sent
         if changed:
             self._discarded += 1
+            if self._sender is not None and sends:
+                self._sender.drop()
         else:
             slot.end()
             self._page.newest[self._stage] = found.step
             self._copies += 1
+            if self._sender is not None and sends:
+                self._sender.whole()
         self._copier.drop()
         after = self._copier.counts()
         self._target = None
@@ -278,10 +314,28 @@ class StageCopies:
             stall_s=self._spent_stall_s,
             interval=max(self.interval, int(self._page.wished.max())),
             reason=self.reason,
+            **self._sent_totals(),
         )
 
-    def close(self) -> None:
+    def _sent_totals(self) -> dict[str, Any]:
+        sender = self._sender
+        if sender is None:
+            return {}
+        return {
+            "neighbour": sender.neighbour,
+            "kept": sender.kept,
+            "sent_bytes": sender.sent_bytes,
+            "sent_late_bytes": sender.late_bytes,
+            "sent_s": sender.sent_s,
+            "received_s": sender.received_s,
+            "behind": self._behind,
+        }
+
+    def close(self, forget: bool = False) -> None:
+        """``forget``: the worker has ended well."""
         self._slot = self._captured = None
+        if self._sender is not None:
+            self._sender.close(forget and self._stage == 0)
         self._copier.drop()
 
 

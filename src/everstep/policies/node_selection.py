@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import msgspec
 
 from everstep.ids import NodeId
+from everstep.model.copy_places import CopyPlace
 
 HOME_NODE = NodeId("node0")
 """The node that started the job: it takes as many workers and ps as the job asks for."""
@@ -61,3 +62,11 @@ def choose_ps_node(rooms: Iterable[NodeRoom], at_home: int = 0) -> NodeId | None
         offers, key=lambda r: (used[r.machine or r.node], r.used, r.node != HOME_NODE, r.used - r.places), default=None
     )
     return best.node if best is not None else None
+
+
+def choose_neighbour(places: Iterable[CopyPlace], node: NodeId, machine: str) -> CopyPlace | None:
+    """Return which agent keeps the copies of a worker on ``node``: that of the next node by name, the first one follows
+    on the last; one on another machine, if there is any. None: the job has no other node."""
+    others = sorted((p for p in places if p.node != node), key=lambda p: (p.node <= node, p.node))
+    apart = [p for p in others if not machine or p.machine != machine]
+    return next(iter(apart or others), None)

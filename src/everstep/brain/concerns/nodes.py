@@ -82,7 +82,7 @@ class NodeConcern(Concern):
             node.host, node.worker_places, node.ps_places, node.alive = e.host, e.worker_places, e.ps_places, True
         members.joined(node)
         node.quiet_since = 0.0
-        node.machine, node.zone, node.market = e.machine, e.zone, e.market
+        node.machine, node.zone, node.market, node.copies = e.machine, e.zone, e.market, e.copies
         out += self._gather(event.at)
         if e.node != HOME_NODE and e.ps_places > 0 and self.state.placement is not None:
             self.state.protection.uneven = True
