@@ -20,6 +20,7 @@ from everstep.brain.events import (
     FinishJob,
     Ok,
     ProcessExited,
+    Refused,
     StartProcess,
     StopAsked,
     StopProcess,
@@ -50,20 +51,25 @@ def until(what: Callable[[], object]) -> None:
 
 
 class Told:
-    """A control connection that takes note; ``away`` makes the master unreachable."""
+    """A control connection that takes note; ``away`` makes the master unreachable; ``refuses`` so many
+    wishes that a node be emptied."""
 
     def __init__(self) -> None:
         self.requests: list[RequestType] = []
         self.away = False
+        self.refuses = 0
         self.seen = threading.Condition()
 
-    def call(self, request: RequestType, timeout_s: float) -> Ok:
+    def call(self, request: RequestType, timeout_s: float) -> Ok | Refused:
         if self.away:
             time.sleep(0.01)
             raise DeadlineError("away")
         with self.seen:
             self.requests.append(request)
             self.seen.notify_all()
+            if isinstance(request, DrainAsked) and self.refuses:
+                self.refuses -= 1
+                return Refused("no other ps could take its buckets")
         return Ok()
 
     def close(self) -> None: ...
@@ -341,6 +347,75 @@ def test_a_node_that_is_reclaimed_is_emptied_before_it_leaves(tmp_path: Path, mo
 
     outcome = stage.run(play)
     assert outcome.exit_code == 143 and any("emptied" in line for line in stage.said)
+
+
+def _going(stage: Stage, lead_s: float, over: bool = False) -> None:
+    change = Change(Notice("a test", "k", "it goes", time.time() + lead_s), over)
+    stage.agent.post(lambda: stage.agent._noticed(change))
+
+
+def test_a_ps_stays_behind_its_time_until_it_is_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notice of 1 s: the ps is not ended by its own agent when that is over, and the agent ends once it is empty."""
+    monkeypatch.setattr(agent_module, "_SPARE_S", 0.0)
+    stage = Stage(tmp_path, monkeypatch, keeps_master=False)
+
+    def play() -> None:
+        stage.start(Role.PS, 1)
+        stage.pid(Role.PS, 1)
+        _going(stage, 1.0)
+        until(lambda: any("is not empty: it goes on until this machine is gone" in line for line in stage.said))
+        assert not stage.told.exits() and not stage.agent._leaving
+        stage.agent.on_order(StopProcess(NODE, Role.PS, Slot(0), Incarnation(1), 5.0, WHY))
+        stage.told.wait_for(stage.told.exits)
+
+    outcome = stage.run(play)
+    assert outcome.exit_code == 143 and stage.agent.emptied_for is not None
+
+
+def test_a_node_that_could_not_be_emptied_asks_again_until_the_notice_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_module, "ASK_AGAIN_S", 0.05)
+    stage = Stage(tmp_path, monkeypatch, keeps_master=False)
+    stage.told.refuses = 10**9
+
+    def asked() -> int:
+        return sum(isinstance(r, DrainAsked) for r in stage.told.requests)
+
+    def play() -> None:
+        stage.start(Role.PS, 1)
+        stage.pid(Role.PS, 1)
+        _going(stage, 60.0)
+        stage.told.wait_for(lambda: asked() >= 3)
+        assert not stage.told.exits() and sum("not emptied" in line for line in stage.said) == 1, stage.said
+        _going(stage, 60.0, over=True)
+        until(lambda: stage.agent.emptied_for is None)
+        stage.told.refuses = 2
+        _going(stage, 60.0)
+        before = asked()
+        stage.told.wait_for(lambda: asked() >= before + 3)
+        stage.agent.on_order(StopProcess(NODE, Role.PS, Slot(0), Incarnation(1), 5.0, WHY))
+        stage.told.wait_for(stage.told.exits)
+
+    assert stage.run(play).exit_code == 143
+    assert any("is over: it goes; nothing was moved" in line for line in stage.said)
+
+
+def test_sigterm_behind_a_notice_leaves_what_moves_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(tmp_path, monkeypatch, keeps_master=False)
+    stage.agent._reclaim_s = 0.5
+
+    def play() -> None:
+        stage.start(Role.PS, 1)
+        stage.pid(Role.PS, 1)
+        _going(stage, 60.0)
+        until(lambda: stage.agent.emptied_for)
+        os.kill(os.getpid(), signal.SIGTERM)
+        until(lambda: any("this node leaves in at most" in line for line in stage.said))
+        stage.told.wait_for(stage.told.exits)
+
+    assert stage.run(play).exit_code == 143
+    assert not any("stopping at once" in line for line in stage.said)
 
 
 def test_ctrl_z_is_declined(stage: Stage) -> None:

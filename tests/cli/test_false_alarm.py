@@ -32,9 +32,12 @@ def emptied(notice: Notice, looks: float) -> Agent:
     return cast(Agent, of)
 
 
+STAYS_S = 0.4
+EVER_S = 1e6
+
+
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(join, "STILL_HERE_S", 0.4)
     monkeypatch.setattr(join, "_LOOK_S", 0.01)
 
 
@@ -42,16 +45,14 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_node_that_lives_on_behind_its_time_stays(ahead_s: float | None) -> None:
     """The notice is never taken back; its time passes, and nothing happens."""
     at = None if ahead_s is None else time.time() + ahead_s
-    assert join._stays(emptied(Notice("a cloud", "k", "it goes", at), 1e9), lambda: True)
+    assert join._stays(emptied(Notice("a cloud", "k", "it goes", at), 1e9), lambda: True, STAYS_S)
 
 
-def test_a_notice_that_is_taken_back_is_not_waited_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(join, "STILL_HERE_S", 1e6)
-    assert join._stays(emptied(Notice("a cloud", "k", "it goes", time.time() + 1e5), 3), lambda: True)
+def test_a_notice_that_is_taken_back_is_not_waited_out() -> None:
+    assert join._stays(emptied(Notice("a cloud", "k", "it goes", time.time() + 1e5), 3), lambda: True, EVER_S)
 
 
 def test_a_job_that_is_over_is_not_joined_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(join, "_ASK_S", 0.02)
-    monkeypatch.setattr(join, "STILL_HERE_S", 1e6)
-    assert not join._stays(emptied(Notice("a cloud", "k", "it goes", time.time() + 1e5), 1e9), lambda: False)
-    assert not join._stays(emptied(Notice("a cloud", "k", "it goes"), 0), lambda: False)
+    assert not join._stays(emptied(Notice("a cloud", "k", "it goes", time.time() + 1e5), 1e9), lambda: False, EVER_S)
+    assert not join._stays(emptied(Notice("a cloud", "k", "it goes"), 0), lambda: False, EVER_S)

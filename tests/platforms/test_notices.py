@@ -60,6 +60,27 @@ def test_what_is_open_is_what_was_said_last(looks: list[list[tuple[str, int]]]) 
         assert {n.key for n in ledger.certain()} == open_now >= {n.key for n in found}
 
 
+def test_an_event_that_was_wrong_is_no_news_until_it_was_away() -> None:
+    wrong = Notice("s", "k", "it goes", 100.0)
+    ledger, later = NoticeLedger(wrong), msgspec.structs.replace(wrong, at=50.0)
+    assert ledger.looked("s", [wrong]) == ledger.looked("s", [later]) == [] == ledger.certain()
+    other = Notice("s", "other", "it goes", 200.0)
+    assert ledger.looked("s", [wrong, other]) == [Change(other)]
+    assert ledger.looked("t", []) == ledger.looked("s", [other]) == ledger.looked("s", [wrong, other]) == []
+    for _ in range(2):
+        assert ledger.looked("s", [other]) == []
+    assert ledger.looked("s", [wrong, other]) == [Change(wrong)]
+
+
+def test_a_file_that_is_written_again_is_another_event(tmp_path: Path) -> None:
+    path = tmp_path / "going"
+    path.write_text("5")
+    (first,) = FileSource(path).look()
+    os.utime(path, (1e9, 1e9))
+    (second,) = FileSource(path).look()
+    assert first.key != second.key and second.at == 1e9 + 5
+
+
 @pytest.mark.parametrize(
     ("text", "at"),
     [

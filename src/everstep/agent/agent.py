@@ -43,6 +43,7 @@ from everstep.brain.events import (
     Note,
     Ok,
     ProcessExited,
+    Refused,
     StartProcess,
     StopAsked,
     StopProcess,
@@ -81,6 +82,7 @@ STOP_SAVE_S = 75.0  # so long a job that is stopped may write its last checkpoin
 STOP_ANSWER_S = 5.0  # how long a stop waits for the master's word before it goes on alone
 _SPARE_S = 3.0  # before the moment at which a notice says that this node goes
 _EARLIER_S = 1.0  # by which a second notice has to be earlier to count
+ASK_AGAIN_S = 2.0  # until the master is asked again to empty a node that has notice
 ENDS_S = 5.0  # of a notice for the master's node: its processes end, and what the job needs is kept elsewhere
 _ENDS_SHARE = 0.4  # of a short notice, at most
 _LEAST_S = 1.0  # for a process to end, however little time is left
@@ -165,10 +167,11 @@ class Agent:
         machine: str = "",
         reclaim_s: float = RECLAIM_S,
         suspends: bool = False,
+        known: Notice | None = None,
     ) -> None:
         """Take ``reclaim_s``: SIGTERM of a node that joined -> it leaves; ``suspends``: SIGTERM of the master's node
         suspends the job. ``notices``: who is asked whether this node goes away; ``returns``: how often it was emptied,
-        and stayed."""
+        and stayed; ``known``: the notice that was wrong."""
         self.spec = spec
         self.run_dir = run_dir.resolve()
         self.node = node
@@ -212,12 +215,15 @@ class Agent:
         self._wake_w.setblocking(False)
         self._reports: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._log_path = self.run_dir / "logs" / "agent.log"
-        self.notices = NoticeWatch(notices, lambda change: self.post(partial(self._noticed, change)), self._tell)
+        self.notices = NoticeWatch(notices, lambda change: self.post(partial(self._noticed, change)), self._tell, known)
         self._returns = returns
         self._goes_at: float | None = None  # by time.monotonic(): what notices leave, less a margin
         self._copies: CopyStore | None = None  # of stages, for workers of other nodes
         self._copies_at: Address | None = None
         self.emptied_for: Notice | None = None  # this node was left because of it
+        self._not_accepted = False  # the master has not agreed yet to empty this node
+        self._leaves_in_time = False  # the platform ends processes of a node that has notice
+        self._stays_told = False
 
     # ------------------------------------------------------------ the loop
 
@@ -353,6 +359,9 @@ class Agent:
         name = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "the terminal closed"}
         why = name.get(signal.Signals(signo), str(signo))
         outcome = JobOutcome(143, "interrupted: SIGTERM") if signo == signal.SIGTERM else JobOutcome(130, "interrupted")
+        if signo == signal.SIGTERM and self.emptied_for is not None and not self._leaves_in_time and not self._leaving:
+            self._leave_in_time(why)
+            return
         if self._asked_to_stop or (self._leaving and signo == signal.SIGINT):
             self._tell("stopping at once")
             self._outcome_unless_known(outcome)
@@ -375,7 +384,14 @@ class Agent:
         notice = change.notice
         lead_s = DESIGN_LEAD_S if notice.at is None else max(1.0, notice.at - time.time() - _SPARE_S)
         when = f"in {notice.at - time.time():.0f} s" if notice.at is not None else "soon"
-        if self._leaving or (self._asked_to_stop and (change.over or not self._goes_earlier(notice, lead_s))):
+        if change.over and self._not_accepted and _is_same(self.emptied_for, notice):
+            self._tell(f"notice from {notice.source} is over: {notice.what}; nothing was moved")
+            if others := self.notices.certain():
+                self.emptied_for = others[0]
+            else:
+                self.emptied_for = self._goes_at = self.outcome = None
+                self._asked_to_stop = self._not_accepted = False
+        elif self._leaving or (self._asked_to_stop and (change.over or not self._goes_earlier(notice, lead_s))):
             self.log(f"notice from {notice.source}: {notice.what}{' is over' if change.over else ''}")
         elif self._asked_to_stop:
             self._tell(
@@ -415,7 +431,7 @@ class Agent:
             self._reports.put(lambda: self._ask_stop(suspend_in_time(notice, lead_s)))
         else:
             self._reports.put(partial(self._ask_drain, lead_s))
-            self._after(lead_s, self._leave)
+            self._after(lead_s, self._time_is_over)
 
     def _reclaimed(self, why: str, lead_s: float) -> None:
         """This node will be taken away in ``lead_s`` seconds: have it emptied while the job goes on elsewhere, then
@@ -425,7 +441,29 @@ class Agent:
         self._tell(f"{why}: this node is to be emptied, in at most {lead_s:.0f} s; again to leave at once")
         self._outcome_unless_known(JobOutcome(143, f"interrupted: {why}"))
         self._reports.put(partial(self._ask_drain, lead_s))
-        self._after(lead_s, self._leave)
+        self._after(lead_s, self._time_is_over)
+
+    def _leave_in_time(self, why: str) -> None:
+        """Leave within ``reclaim_s``: a platform that has said that this node goes ends its processes now."""
+        self._leaves_in_time = True
+        self._tell(f"{why}: this node leaves in at most {self._reclaim_s:.0f} s; again to leave at once")
+        ends_at = time.monotonic() + self._reclaim_s
+        self._goes_at = ends_at if self._goes_at is None else min(self._goes_at, ends_at)
+        self._after(self._reclaim_s, self._time_is_over)
+
+    def _time_is_over(self) -> None:
+        """Leave. If a notice said that the machine goes, its ps stay until the machine is gone: they may have what
+        nobody else has, and the notice may be wrong."""
+        if self._leaving or self._goes_at is None or time.monotonic() < self._goes_at:
+            return
+        serving = [r.name for r in self._running.values() if r.status is None and r.role == Role.PS]
+        if self.emptied_for is None or self._leaves_in_time or not serving:
+            self._leave()
+        elif not self._stays_told:
+            self._stays_told = True
+            self._tell(
+                f"the time is over, and {', '.join(serving)} is not empty: it goes on until this machine is gone"
+            )
 
     def _ask_drain(self, lead_s: float) -> None:
         assert self.client is not None
@@ -433,10 +471,34 @@ class Agent:
         with contextlib.suppress(EverstepError):
             answer = self.client.call(DrainAsked(self.node, lead_s), timeout_s=STOP_ANSWER_S)
         if isinstance(answer, Ok):
-            self.post(self._leave_when_empty)
+            self.post(self._emptying)
             return
-        self.log(f"not emptied: {answer!r}")
-        self.post(self._leave)
+        self.post(partial(self._not_emptied, answer))
+
+    def _not_emptied(self, answer: object) -> None:
+        """The master did not answer, or refused. A node that has notice asks again for as long as that may help; any
+        other one leaves."""
+        if self._leaving or self._goes_at is None:
+            return
+        why = answer.error if isinstance(answer, Refused) else "the master does not answer"
+        serves = any(r.status is None and r.role == Role.PS for r in self._running.values())
+        if self.emptied_for is None or not (serves or answer is None):
+            self.log(f"not emptied: {answer!r}")
+            self._leave()
+            return
+        if not self._not_accepted:
+            self._tell(f"not emptied: {why}; it is asked again, and all goes on here until this machine is gone")
+        self._not_accepted = True
+        self._after(ASK_AGAIN_S, self._ask_drain_again)
+
+    def _ask_drain_again(self) -> None:
+        if not self._leaving and self._goes_at is not None:
+            lead_s = max(_LEAST_S, self._goes_at - time.monotonic())
+            self._reports.put(partial(self._ask_drain, lead_s))
+
+    def _emptying(self) -> None:
+        self._not_accepted = False
+        self._leave_when_empty()
 
     def _leave_when_empty(self) -> None:
         with self._lock:
@@ -1011,6 +1073,10 @@ def suspend_in_time(notice: Notice, lead_s: float) -> SuspendAsked:
     end, and its files to be kept elsewhere, is left of it."""
     ends_s = min(ENDS_S, _ENDS_SHARE * lead_s)
     return SuspendAsked(f"its master's node goes away: {notice.what}", round(lead_s - ends_s, 3))
+
+
+def _is_same(known: Notice | None, notice: Notice) -> bool:
+    return known is not None and (known.source, known.key) == (notice.source, notice.key)
 
 
 def free_number(taken: Iterable[int]) -> int:

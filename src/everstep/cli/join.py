@@ -22,6 +22,7 @@ from everstep.errors import ConfigError, EverstepError, PlatformError
 from everstep.ids import NodeId
 from everstep.model.capacity import RETURNS_A_LIFE, Market
 from everstep.model.member import Address
+from everstep.model.notice import Notice
 from everstep.net.auth import Identity, Secret, load_secret
 from everstep.net.messages import GetSpec, SpecReport
 from everstep.net.sockets import parse_host_port
@@ -29,8 +30,6 @@ from everstep.platforms.notices import NoticeWatch, sources_of
 from everstep.protect.home_files import LogSender, link_home
 
 JOIN_S = 30.0
-STILL_HERE_S = 600.0
-"""So long after a node should have gone it is still here: the notice was wrong."""
 _LOOK_S = 1.0
 _ASK_S = 15.0
 
@@ -99,6 +98,7 @@ def join_job(
         logs = LogSender(here / "audit", name, link) if link is not None else None
         if logs is not None:
             logs.start()
+        wrong: Notice | None = None
         for returns in itertools.count(life * RETURNS_A_LIFE):
             agent = Agent(
                 spec,
@@ -117,12 +117,14 @@ def join_job(
                 market=Market(market) if market else None,
                 machine=machine,
                 reclaim_s=RECLAIM_S if reclaim_s is None else reclaim_s,
+                known=wrong,
             )
             outcome = agent.run()
             if agent.emptied_for is None or not outcome.exit_code:
                 break
-            if not _stays(agent, lambda: _job_is_on(address, secret)):
+            if not _stays(agent, lambda: _job_is_on(address, secret), spec.still_here_s):
                 break
+            wrong = agent.emptied_for
             _say(f"{name} is still here: it joins {spec.name} again")
         if logs is not None:
             logs.close()
@@ -142,8 +144,9 @@ def _say(text: str) -> None:
     print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
 
 
-def _stays(agent: Agent, job_is_on: Callable[[], bool]) -> bool:
-    """This node was emptied, and its machine is still here: wait whether it stays. False: the job is over."""
+def _stays(agent: Agent, job_is_on: Callable[[], bool], still_here_s: float) -> bool:
+    """This node was emptied, and its machine is still here: wait whether it stays, at most until ``still_here_s`` after
+    the moment that its notice said. False: the job is over."""
     notice = agent.emptied_for
     assert notice is not None
     _say(f"{agent.node} is empty, and waits for its end; should it stay, it joins again (Ctrl-C ends it)")
@@ -152,7 +155,7 @@ def _stays(agent: Agent, job_is_on: Callable[[], bool]) -> bool:
     watch.start()
     try:
         asked = time.monotonic()
-        while time.time() < since + STILL_HERE_S and not (watch.asked_all() and not watch.certain()):
+        while time.time() < since + still_here_s and not (watch.asked_all() and not watch.certain()):
             time.sleep(_LOOK_S)
             if time.monotonic() > asked + _ASK_S:
                 asked = time.monotonic()

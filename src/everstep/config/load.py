@@ -87,6 +87,7 @@ _RANGES: Final[dict[str, tuple[float, float]]] = {
     "disk_full_s": (0.0, 86_400.0),
     "cut_off_s": (1.0, 86_400.0),
     "rejoin_s": (0.0, 2_592_000.0),
+    "still_here_s": (0.0, 2_592_000.0),
     "master_silent_s": (2.0, 86_400.0),
     "master_lost_s": (3.0, 86_400.0),
     "threads_per_worker": (0, 1024),

@@ -87,6 +87,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     disk_full_s: float = 240.0  # so long the job waits for space on a full disk; then it ends
     cut_off_s: float = 120.0  # another node without the master for so long ends what runs on it
     rejoin_s: float = 600.0  # so long its agent then tries to come back, before it goes away
+    still_here_s: float = 600.0  # so long after a notice said that a node goes, the node counts as staying
     master_silent_s: float = 5.0  # a master that does not answer its agent for so long is told of
     master_lost_s: float = 15.0  # ... and for so long is replaced
     start_s: float = 600.0  # from the order to start a process to its hello (es.join); then it is replaced

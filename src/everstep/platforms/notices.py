@@ -55,9 +55,10 @@ class Change(NamedTuple):
 
 
 class NoticeLedger:
-    """Knows which events are open. Pure."""
+    """Knows which events are open. Pure. ``known``: an event that is no news for as long as it is open."""
 
-    def __init__(self) -> None:
+    def __init__(self, known: Notice | None = None) -> None:
+        self._known = (known.source, known.key) if known is not None else None
         self._open: dict[tuple[str, str], Notice] = {}
         self._missing: dict[tuple[str, str], int] = {}
 
@@ -68,8 +69,15 @@ class NoticeLedger:
         """``source`` says that ``found`` is what is open. What that changes."""
         out: list[Change] = []
         here = {(source, n.key): n for n in found}
+        if self._known is not None and self._known[0] == source and self._known not in here:
+            self._missing[self._known] = self._missing.get(self._known, 0) + 1
+            if self._missing[self._known] >= _GONE_LOOKS:
+                self._missing.pop(self._known)
+                self._known = None
         for at, notice in here.items():
             self._missing.pop(at, None)
+            if at == self._known:
+                continue
             if _is_news(self._open.get(at), notice):
                 self._open[at] = notice
                 out.append(Change(notice))
@@ -94,14 +102,19 @@ def _is_news(known: Notice | None, now: Notice) -> bool:
 
 
 class NoticeWatch:
-    """Asks sources. ``changed`` is called on a source's thread with each change, ``say`` with lines for people."""
+    """Asks sources. ``changed`` is called on a source's thread with each change, ``say`` with lines for people.
+    ``known``: see ``NoticeLedger``."""
 
     def __init__(
-        self, sources: Sequence[NoticeSource], changed: Callable[[Change], None], say: Callable[[str], None]
+        self,
+        sources: Sequence[NoticeSource],
+        changed: Callable[[Change], None],
+        say: Callable[[str], None],
+        known: Notice | None = None,
     ) -> None:
         self.sources, self._changed, self._say = tuple(sources), changed, say
         self._answers: dict[str, int] = {}
-        self._ledger = NoticeLedger()
+        self._ledger = NoticeLedger(known)
         self._lock = threading.Lock()
         self._over = threading.Event()
 
@@ -177,7 +190,7 @@ def time_of(text: str) -> float:
 
 class FileSource:
     """Watches a file whose being there says that the node goes; it may have a time (ISO 8601, or seconds from when it
-    was written)."""
+    was written). A file that is written again is another event."""
 
     every_s = 1.0
 
@@ -199,7 +212,7 @@ class FileSource:
                 at = written + float(text) if _is_number(text) else time_of(text)
             except PlatformError:
                 at = None  # a file that is there says enough
-        return (Notice(self.name, str(self._path), f"{self._path} is there", at),)
+        return (Notice(self.name, f"{self._path} of {written:.3f}", f"{self._path} is there", at),)
 
 
 class _CommandSaid(msgspec.Struct, forbid_unknown_fields=True):
