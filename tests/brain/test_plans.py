@@ -3,6 +3,7 @@ nothing."""
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from everstep.brain.brain import Brain
@@ -98,6 +99,38 @@ def test_a_plan_for_somebody_who_has_left_is_dropped_and_said(action: Action, wh
     notes = brain.handle(Event(10.0, PlanMade("mine:own", Plan(actions=(action,), decision=Decision("try", "a test")))))
     assert [str(n.decision) for n in notes if isinstance(n, Note)] == [f"drop a plan: try: a test: {why}"]
     assert len(notes) == 1 and brain.state.control.plan is None and not brain.state.control.disabled
+
+
+def test_workers_and_ps_are_scaled_by_one_plan() -> None:
+    brain = job(ps=2)
+    started = follow(brain, 10.0, Scale(workers=3, ps=4))
+    roles = sorted(str(i.role) for i in started if isinstance(i, StartProcess))
+    assert roles == ["ps", "ps", "worker"] and (brain.job.workers_wanted, brain.job.ps_wanted) == (3, 4)
+    assert not follow(brain, 11.0, Scale(workers=3, ps=4)), "the same plan twice changes nothing"
+
+
+@pytest.mark.parametrize(
+    ("bounds", "action", "why"),
+    [
+        ({}, Scale(workers=2, ps=9), "9 ps: more than 4 times the 2 it was begun with"),
+        ({"max_workers": 12}, Scale(workers=13), "13 workers: more than max_workers=12"),
+        ({"max_ps": 3}, Scale(workers=2, ps=4), "4 ps: more than max_ps=3"),
+        ({"min_ps": 2}, Scale(workers=2, ps=1), "1 ps: fewer than min_ps=2"),
+        ({"max_ps": 100}, Scale(workers=2, ps=65), "65 ps: more than the job's 4 buckets, so some would own nothing"),
+    ],
+)
+def test_a_plan_beyond_the_bounds_of_the_job_is_dropped_whole(bounds: dict[str, int], action: Scale, why: str) -> None:
+    brain = job(ps=2)
+    brain.job.spec = msgspec.structs.replace(brain.job.spec, **bounds)
+    notes = brain.handle(Event(10.0, PlanMade("mine:own", Plan(actions=(action,), decision=Decision("try", "a test")))))
+    assert [str(n.decision) for n in notes if isinstance(n, Note)] == [f"drop a plan: try: a test: {why}"]
+    assert (brain.job.workers_wanted, brain.job.ps_wanted) == (2, 2)
+
+
+def test_more_workers_than_four_times_the_first_where_the_job_names_a_bound() -> None:
+    brain = job(ps=2)
+    brain.job.spec = msgspec.structs.replace(brain.job.spec, max_workers=12)
+    assert len(follow(brain, 10.0, Scale(workers=12))) == 10
 
 
 def test_partitions_move_also_when_a_ps_was_drained_and_its_slot_stays_empty() -> None:

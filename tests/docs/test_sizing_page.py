@@ -16,6 +16,8 @@ from everstep.cli.main import cli
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "sizing.md").read_text()
 LINES = [line for block in PAGE.split("```")[1::2] if block.startswith("sh\n") for line in block.splitlines()[1:]]
+RUNS = [line for line in LINES if line.startswith("everstep run") and "auto" not in line]
+SIZED = LINES[next(i for i, line in enumerate(LINES) if "--workers auto" in line) :]
 ESTIMATES = [line for line in LINES if line.startswith("everstep estimate") and "--no-run" not in line]
 SAMPLES = 12_000
 SCRIPT = f"""
@@ -90,7 +92,7 @@ def test_every_verb_and_flag_exists() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_jobs_leave_records_that_estimates_use(reader: Reader) -> None:
-    said = {line: reader.type(line) for line in LINES if line.startswith("everstep run")}
+    said = {line: reader.type(line) for line in RUNS}
     assert len(said) == 2 and all("done: 12,000 samples" in text for text in said.values()), said
     first, second = reader.records()
     for record, workers in ((first, 1), (second, 2)):
@@ -105,7 +107,7 @@ def test_jobs_leave_records_that_estimates_use(reader: Reader) -> None:
     assert first["script_id"] == second["script_id"] and first["args_id"] == second["args_id"]
     assert "nn.Linear" not in str(reader.history.read_bytes()), "nothing of the code"
 
-    for line in [one for one in LINES if not one.startswith("everstep run") and one not in ESTIMATES]:
+    for line in [one for one in LINES if one not in (*RUNS, *ESTIMATES, *SIZED)] + LINES[-1:]:
         text = reader.type(line)
         if line == "everstep history":
             assert [words.split()[0] for words in text.splitlines()[1:]] == ["1", "2"], text
@@ -134,3 +136,13 @@ def test_the_estimates_of_the_page(reader: Reader) -> None:
             assert "estimate for mode ps" in text and "what binds" in text, text
     assert reader.records() == [], "probes leave no record"
     assert not list(reader.folder.glob("everstep-estimate-*"))
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_sizes_of_the_page(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EVERSTEP_WINDOW_S", "1")
+    said = [reader.type(line) for line in SIZED]
+    assert "auto: begins with 1 workers and 1 ps (no earlier job says more); --max-workers 3, --max-ps 2" in said[0]
+    assert "done: 12,000 samples" in said[0] and "1 jobs forgotten" in said[-1]

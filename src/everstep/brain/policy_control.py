@@ -31,12 +31,12 @@ from everstep.model.plan import (
     Scale,
 )
 from everstep.model.step_schedule import BatchShare
-from everstep.policies.scaling import refuse_workers
+from everstep.policies.scaling import MAX_PS, refuse_workers
 
 MAX_ACTIONS = 16
 MAX_BYTES = 1 << 20
 MAX_WORDS = 400  # letters of a line in a decision
-MOST_WORKERS = 4  # times as many as the job was begun with: so far a policy may go alone
+MOST_WORKERS = MOST_PS = 4  # times as many as the job was begun with: without bounds a policy may go so far alone
 _ADJUSTS = (AdjustBatch, AdjustAccum, AdjustRate)
 _plan_decoder = msgspec.msgpack.Decoder(Plan)
 
@@ -174,7 +174,11 @@ def _refuse(action: Action, seen: Observations) -> str:
                     return f"ps:{slot} is not there"
                 if partition not in known:
                     return f"there is no bucket {partition}"
-        case Scale(workers=count):
+        case Scale(workers=count, ps=servers):
+            if servers and not seen.servers:
+                return f"{servers} ps: this job has none"
+            if not 0 <= servers <= MAX_PS:
+                return f"{servers} ps: must be from 0 (as many as there are) to {MAX_PS}"
             return refuse_workers(count)
     return ""
 
@@ -204,8 +208,14 @@ def stale(
                 gone = [slot for slot in numbers if slot not in here[Role.WORKER]]
                 if gone:
                     return f"worker:{gone[0]} is gone"
-            case Scale(workers=count) if count > max(job.workers_wanted, MOST_WORKERS * job.spec.workers):
+            case Scale(workers=count) if job.spec.max_workers and count > job.spec.max_workers:
+                return f"{count} workers: more than max_workers={job.spec.max_workers}"
+            case Scale(workers=count) if not job.spec.max_workers and count > max(
+                job.workers_wanted, MOST_WORKERS * job.spec.workers
+            ):
                 return f"{count} workers: more than {MOST_WORKERS} times the {job.spec.workers} it was begun with"
+            case Scale(ps=servers) if not job.spec.max_ps and servers > max(job.ps_wanted, MOST_PS * job.spec.ps):
+                return f"{servers} ps: more than {MOST_PS} times the {job.spec.ps} it was begun with"
             case MovePartitions(owners=owners):
                 gone = [slot for slot in owners.values() if slot not in here[Role.PS]]
                 if gone:

@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 import everstep
+from everstep.cli.counts import AUTO, CountOrAuto
 from everstep.errors import EverstepError, UserError, escaped, escaped_lines
 
 CHECKPOINT_VERBS = "take|ls|show|verify|compact|export"
@@ -26,8 +27,11 @@ def cli() -> None:
 
 
 @cli.command(context_settings={"allow_interspersed_args": False})
-@click.option("--workers", "--nproc-per-node", "workers", type=int, help="Worker processes (default 1).")
-@click.option("--ps", type=int, help="Parameter servers (default 1).")
+@click.option(
+    "--workers", "--nproc-per-node", "workers", type=CountOrAuto(), help="Worker processes (default 1), or auto."
+)
+@click.option("--ps", type=CountOrAuto(), help="Parameter servers (default 1), or auto.")
+@click.option("--optimize", help="Policy auto: time (default), waste or cost is what sizes are chosen for.")
 @click.option(
     "--mode",
     help="ps (default): parameters on the ps; allreduce: the model on every worker, synchronous; pipeline: cut into "
@@ -128,7 +132,9 @@ def cli() -> None:
     help="acked (default): a push waits until parity has it; eager: it does not; lag: parity follows.",
 )
 @click.option("--protect-lag", help="With --protect lag: parity may be so far behind (default 2s).")
-@click.option("--policy", help="Stragglers: none (default), shared, exclusive, backup, or your own module:callable.")
+@click.option(
+    "--policy", help="none (default), shared, exclusive, backup, auto, your own module:callable; several with +."
+)
 @click.option("--nonfinite", help="A batch with NaN/Inf gradients: raise (default) or skip.")
 @click.option(
     "--progress-timeout", help="A worker whose script does nothing for so long is replaced (default 10m; off: never)."
@@ -154,6 +160,11 @@ def run(config: Path | None, no_display: bool, command: tuple[str, ...], **flags
         given["capacity"] = on
     if command:
         given["script"], given["args"] = command[0], tuple(command[1:])
+    if AUTO in (given.get("workers"), given.get("ps")):
+        from everstep.cli.auto_size import with_sizes
+
+        given, said = with_sizes(given)
+        click.echo(f"everstep: {said}")
     raise SystemExit(run_job(config, given, live=not no_display))
 
 

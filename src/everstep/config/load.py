@@ -150,7 +150,7 @@ def load_spec(
         values[field] = _convert(field, value, origin, text=isinstance(value, str))
         origins[field] = origin
     if "policy" in values:
-        values["policy"] = POLICY_ALIASES.get(values["policy"], values["policy"])
+        values["policy"] = "+".join(POLICY_ALIASES.get(part, part) for part in values["policy"].split("+"))
     if values.get("mode", "ps") != "ps" and "ps" not in values:
         values["ps"] = 0
     if batch:
@@ -375,11 +375,28 @@ SPOT_POLICIES: Final = ("none", "hazard")
 RELIABLE: Final = ("master", "ps")
 _LISTS: Final = ("reliable",)
 """Settings that may be written as one text: ``master,ps``."""
-POLICIES: Final = ("none", "shared", "exclusive", "backup")
+POLICIES: Final = ("none", "shared", "exclusive", "backup", "auto")
 
 
 def _check_policy(spec: JobSpec, at: Mapping[str, str]) -> None:
-    name, where = POLICY_ALIASES.get(spec.policy, spec.policy), f"policy = {spec.policy!r}{at['policy']}"
+    parts = spec.policy.split("+")
+    where = f"policy = {spec.policy!r}{at['policy']}"
+    for part in parts:
+        _check_one_policy(spec, POLICY_ALIASES.get(part, part), where)
+    if len(parts) > 1 and "none" in parts:
+        raise ConfigError(f"{where}: none does nothing; leave it out")
+    if twice := [part for part in parts if parts.count(part) > 1]:
+        raise ConfigError(f"{where}: {twice[0]} twice; name it once")
+    if "auto" not in parts:
+        if spec.optimize != "time":
+            raise ConfigError(f"optimize = {spec.optimize!r}{at['optimize']}: needs policy: auto, which chooses sizes")
+        return
+    missing = [role for role in ("workers", *(["ps"] if spec.ps else [])) if not getattr(spec, f"max_{role}")]
+    if missing:
+        raise ConfigError(f"{where}: needs a bound; give max_{missing[0]}")
+
+
+def _check_one_policy(spec: JobSpec, name: str, where: str) -> None:
     steps = spec.mode == "ps" and parse_consistency(spec.consistency).kind == "sync"
     module, colon, attribute = name.partition(":")
     if not colon and name not in POLICIES:
@@ -524,6 +541,12 @@ def check_script(script: str | Path) -> Path:
 
 
 def check_policy_module(policy: str, folder: Path, field: str = "policy") -> None:
+    """Check each policy that is joined by + (see ``_check_module``)."""
+    for part in policy.split("+"):
+        _check_module(part, folder, field)
+
+
+def _check_module(policy: str, folder: Path, field: str) -> None:
     """Check the ``module:callable`` of a ``field``. Raises ConfigError: the module is neither in ``folder`` (the
     script's) nor where Python finds modules, or a file there in which nothing has this name. It is not imported: that
     is for the policy's own thread."""

@@ -104,7 +104,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     checkpoint_full_every: int = 8  # after so many incremental snapshots of a partition a full one is written
     ps_limit_bytes: int = 0  # memory for rows of one ps; 0: no limit
     on_full: Literal["error", "evict"] = "error"  # at that limit: refuse the push, or free rows not used for longest
-    policy: str = "none"  # about stragglers: none, shared, exclusive, backup, or one's own, module:callable
+    policy: str = "none"  # none, shared, exclusive, backup, auto, one's own (module:callable); some of them with +
+    optimize: Literal["time", "waste", "cost"] = "time"  # what policy auto chooses sizes for
     resume_from: str = ""  # directory or URL of checkpoints this job began from
     trust_checkpoint: bool = False  # everstep resume: also one that was not written with the job's key
     trusted: tuple[str, ...] = ()  # digests of manifests that the user said to trust (everstep resume)

@@ -16,6 +16,7 @@ from everstep.brain.brain import Brain
 from everstep.brain.members import SlotRecord
 from everstep.brain.watch import HeartbeatWatch
 from everstep.config.consistency import parse_consistency
+from everstep.config.parity import parse_code
 from everstep.ids import Incarnation, NodeId
 from everstep.master.readings import Readings
 from everstep.model.decision import Decision
@@ -140,6 +141,12 @@ class Observer:
             ps_places=tuple(room.node for room in members.rooms(Role.PS) if choose_ps_node([room]) is not None),
             workers=workers,
             servers=servers,
+            wanted_ps=brain.job.ps_wanted if servers else 0,
+            min_workers=spec.min_workers,
+            max_workers=spec.max_workers,
+            min_ps=max(spec.min_ps, parse_code(spec.parity).width if spec.ps else 1),
+            max_ps=min(spec.max_ps, spec.partitions),
+            optimize=spec.optimize,
         )
 
     def _worker(self, record: SlotRecord, at: float, span_s: float) -> WorkerSeen:

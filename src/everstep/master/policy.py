@@ -35,7 +35,7 @@ from everstep.model.plan import Plan
 from everstep.model.step_schedule import BatchShare
 from everstep.monitor.stepclock import NEWS
 from everstep.policies.step_split import apportion
-from everstep.policies.stragglers.policy import SHIPPED, Policy
+from everstep.policies.stragglers.policy import SHIPPED, Policy, composed
 
 PEEK = 0.1
 """Of a window: so long after another it is looked whether all have readings."""
@@ -165,8 +165,12 @@ class PolicyController:
 
 
 def load(name: str, folder: Path) -> Policy:
-    """Return the policy of this name; ``module:callable`` is found beside the training script (``folder``), or where
-    Python finds modules. Raises what importing raises, AttributeError, TypeError."""
+    """Return the policy of this name, or of several joined by +. ``module:callable`` is found beside the training
+    script (``folder``), or where Python finds modules. Raises what importing raises, AttributeError, TypeError."""
+    return composed([_load_one(part, folder) for part in name.split("+")])
+
+
+def _load_one(name: str, folder: Path) -> Policy:
     name = RENAMED_POLICIES.get(name, name)  # (job.json of a job of before)
     if name in SHIPPED:
         return SHIPPED[name]

@@ -123,3 +123,9 @@ class Observations(msgspec.Struct, frozen=True, kw_only=True):
     restarted_at: float = 0.0  # the last of them
     workers: tuple[WorkerSeen, ...] = ()
     servers: tuple[ServerSeen, ...] = ()
+    wanted_ps: int = 0
+    min_workers: int = 1  # bounds of the job; of ``max_*`` 0: none
+    max_workers: int = 0
+    min_ps: int = 1
+    max_ps: int = 0
+    optimize: str = "time"  # what sizes are chosen for: time, waste, cost

@@ -58,9 +58,10 @@ class MovePartitions(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", 
 
 
 class Scale(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="SCALE"):
-    """Says how many workers the job shall have."""
+    """Says how many workers the job shall have, and how many ps. Both change together, or neither does."""
 
     workers: int
+    ps: int = 0  # 0: as many as there are
 
 
 Action = AdjustBatch | AdjustAccum | AdjustRate | BackupWorkers | KillRestart | MovePartitions | Scale

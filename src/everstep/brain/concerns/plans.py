@@ -55,6 +55,9 @@ class PlanConcern(Concern):
         why = stale(plan, self.job, here, str(starting[0].member.key) if starting else "", training.cannot_follow)
         moves = next((a for a in plan.actions if isinstance(a, MovePartitions)), None)
         adjusts = [a for a in plan.actions if isinstance(a, AdjustBatch | AdjustAccum | AdjustRate)]
+        scale = next((a for a in plan.actions if isinstance(a, Scale)), None)
+        if not why and scale is not None and scale.ps:
+            why = self.concerns.processes.refuse_scale({Role.WORKER: scale.workers, Role.PS: scale.ps})
         if (
             not why
             and moves is not None
@@ -116,8 +119,10 @@ class PlanConcern(Concern):
                     if moved
                     else []
                 )
-            case Scale(workers=count):
+            case Scale(workers=count, ps=0):
                 return self.concerns.processes.scale_workers(count, event.at)
+            case Scale(workers=count, ps=servers):
+                return self.concerns.processes.scale({Role.WORKER: count, Role.PS: servers}, event.at)
             case BackupWorkers(backup=backup):
                 self.state.control.backup = backup  # from the next step on: see brain.step_scheduler
                 return []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from everstep.brain.checkpoints import has_checkpoints
 from everstep.brain.concerns.concern import OK, Concern, Handlers, Inputs, Out
 from everstep.brain.events import DrainAsked, Event, Note, Refused, Reply, ScaleAsked, StartProcess, StopProcess
@@ -125,10 +127,16 @@ class ProcessConcern(Concern):
 
     def _scale_asked(self, e: ScaleAsked, event: Event) -> Out:
         """All or nothing: a plan for both roles is refused as a whole."""
-        job = self.job
-        if job.over:
+        if self.job.over:
             return [Reply(Refused("the job is over"))]
         wanted = {e.role: e.count, **dict(e.also)}
+        if error := self.refuse_scale(wanted):
+            return [Reply(Refused(error))]
+        return [OK, *self.scale(wanted, event.at)]
+
+    def refuse_scale(self, wanted: Mapping[Role, int]) -> str:
+        """Return one line if the job cannot have so many members of each role, else ""."""
+        job = self.job
         for role, count in wanted.items():
             error = f"the number of {role}s cannot be changed"
             bounds = refuse_count(job.spec, "workers" if role is Role.WORKER else "ps", count)
@@ -143,12 +151,16 @@ class ProcessConcern(Concern):
                 error = error or self.concerns.ps_slots.refuse_scale(count)
             error = error or bounds
             if error:
-                return [Reply(Refused(error))]
-        out: Out = [OK]
+                return error
+        return ""
+
+    def scale(self, wanted: Mapping[Role, int], at: float) -> Out:
+        """Have so many members of each role, of which nothing is refused (``refuse_scale``)."""
+        out: Out = []
         if Role.PS in wanted:  # first: where there are more of both, the rows have a place when the workers come
-            out += self.concerns.ps_slots.scale(wanted[Role.PS], event.at)
+            out += self.concerns.ps_slots.scale(wanted[Role.PS], at)
         if Role.WORKER in wanted:
-            out += self.scale_workers(wanted[Role.WORKER], event.at)
+            out += self.scale_workers(wanted[Role.WORKER], at)
         return out
 
     def scale_workers(self, count: int, at: float) -> Out:

@@ -1,0 +1,94 @@
+"""``everstep run --workers auto --ps auto``: where a job begins, and bounds that exclude each other."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from everstep.cli.auto_size import with_sizes
+from everstep.cli.counts import CountOrAuto
+from everstep.cli.main import cli
+from everstep.config.load import load_spec
+from everstep.errors import ConfigError
+from everstep.monitor.job_history import JobHistory, args_digest, script_digest
+from everstep.monitor.process_readings import hardware_class
+from everstep.sizing.past_jobs import PastJob
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text("import everstep as es\njob = es.join()\n")
+    return path
+
+
+def flags(script: Path, **more: Any) -> dict[str, Any]:
+    return {"script": str(script), "args": (), "workers": "auto", "ps": "auto", **more}
+
+
+def test_without_history_it_begins_with_one_of_each(script: Path) -> None:
+    found, said = with_sizes(flags(script, max_workers=8))
+    assert (found["workers"], found["ps"], found["policy"]) == (1, 1, "auto")
+    assert (found["max_workers"], found["max_ps"]) == (8, 4)
+    assert said == "auto: begins with 1 workers and 1 ps (no earlier job says more); --max-workers 8, --max-ps 4"
+    assert load_spec(None, found, {})[0].policy == "auto"
+
+
+def test_parity_and_bounds_are_kept(script: Path) -> None:
+    found, _ = with_sizes(flags(script, parity="4+1", min_workers=3, max_workers=8))
+    assert (found["workers"], found["ps"], found["max_ps"]) == (3, 5, 5)
+    found, said = with_sizes({"workers": "auto", "ps": 2, "policy": "shared"})
+    assert (found["ps"], found["max_ps"], found["policy"]) == (2, 4, "auto+shared") and "ps (" not in said
+    found, _ = with_sizes({"workers": "auto", "mode": "allreduce", "script": str(script)})
+    assert "max_ps" not in found and found["max_workers"] == os.cpu_count()
+
+
+def test_nothing_is_auto(script: Path) -> None:
+    plain = {"script": str(script), "workers": 2}
+    assert with_sizes(plain) == (plain, "")
+
+
+def test_it_begins_with_what_earlier_jobs_call_for(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EVERSTEP_HISTORY", str(tmp_path / "h.sqlite"))
+    history = JobHistory(tmp_path / "h.sqlite")
+    for workers, rate in ((1, 1000.0), (3, 2900.0)):
+        history.add(
+            PastJob(
+                at=1.0 + workers, name="train", script="train.py", script_id=script_digest(script),
+                args_id=args_digest(()), mode="ps", workers=workers, ps=1, hardware=hardware_class(), cores=8,
+                phase="done", samples=10**6, wall_s=100.0, training_s=90.0, samples_per_s=rate,
+                worker_peak_bytes=1 << 20, ps_peak_bytes=1 << 20,
+            )
+        )  # fmt: skip
+    found, said = with_sizes(flags(script, max_workers=3, max_ps=2))
+    assert (found["workers"], found["ps"]) == (3, 1)
+    assert "by the history: job 2, job 1" in said
+    assert with_sizes(flags(script, max_workers=2, max_ps=2))[0]["workers"] == 2
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"min_workers": 5, "max_workers": 4}, "--min-workers 5 and --max-workers 4: exclude each other"),
+        ({"max_ps": 1, "parity": "2+1"}, "--max-ps 1: parity 2+1 needs at least 3 ps"),
+        ({"mode": "pipeline"}, "--ps auto in mode pipeline: a model in stages has no ps"),
+    ],
+)
+def test_bounds_that_exclude_each_other(script: Path, more: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match="^" + words.replace("+", r"\+")):
+        with_sizes(flags(script, **more))
+
+
+def test_a_count_is_a_number_or_auto() -> None:
+    assert CountOrAuto().convert("3", None, None) == 3 and CountOrAuto().convert("auto", None, None) == "auto"
+    with pytest.raises(click.BadParameter, match="not a valid integer"):
+        CountOrAuto().convert("many", None, None)
+    done = CliRunner().invoke(cli, ["run", "--workers", "many", "train.py"])
+    assert done.exit_code == 2 and "many" in done.output
