@@ -4,28 +4,37 @@
 copies of its stages, without any checkpoint. ``torchrun``: a plain script that saves every 10 steps and is restarted
 from its newest checkpoint. ``away_s``: from the kill to the next step that is behind all earlier ones, less the time
 of a step, as the first stage writes it; ``redone``: steps that were done again. ``audit``: 1 if it was exact.
+
+``machine``: the agent of the worker's node is killed, and all that runs there with it; the next node goes on from the
+copies that an agent of another node keeps. All nodes are on this machine. ``away_s`` has the silence after which a node
+counts as lost (``silence_s``). ``--machines`` measures that alone.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
 
 from benchmarks._jobs import Job
 from benchmarks._measure import ROOT, Child, Result, everstep, median, say, spread
+from everstep.model.member import Role
 
 SCRIPT = ROOT / "benchmarks" / "_bubble_script.py"
 MEDIAN_S, MOST_S, REDONE = 1.0, 3.0, 2
+SILENCE_S = 5.0  # before a node counts as lost
+SETTLE_S = 2.0  # for a node to join, and for the worker to see who its neighbour is
 LIMIT_S = 120.0
 
 
@@ -49,7 +58,12 @@ def stages_of(root: int) -> list[int]:
 
 
 def kills(
-    root: int, steps: Path, count: int, draws: random.Random, alive: Callable[[], bool]
+    root: int,
+    steps: Path,
+    count: int,
+    draws: random.Random,
+    alive: Callable[[], bool],
+    victims_of: Callable[[int], list[int]] = stages_of,
 ) -> tuple[list[float], list[int]]:
     """Kill ``count`` stages; return how long each kept the job away, and how many steps were done again."""
     away: list[float] = []
@@ -67,7 +81,7 @@ def kills(
         wanted = before + draws.randrange(15, 40)
         until(lambda wanted=wanted: len(read(steps)) >= wanted)  # type: ignore[misc]
         time.sleep(draws.uniform(0.0, 0.05))
-        victims = stages_of(root)
+        victims = victims_of(root)
         if not victims:
             raise RuntimeError("no stage was found to be killed")
         killed_at = time.time()
@@ -84,11 +98,65 @@ def kills(
     return away, redone
 
 
-def run(quick: bool) -> Result:
-    """Kill stages of a job of each kind."""
+def lost_machines(folder: Path, count: int) -> tuple[list[float], list[int]]:
+    """Kill agents with all that they started; return how long each kept the job away, and the steps done again."""
+    settings = folder / "job.yaml"
+    settings.write_text(f"master_alone: true\nnodes: 2\nlost_after_s: {SILENCE_S:g}\n")
+    flags = ["run", "-c", str(settings), "--mode", "pipeline", "--stages", "2", "--copy-every", "1"]
+    script = ["--", str(SCRIPT), "--by", "everstep", "--steps", str(folder / "machine")]
+    with contextlib.ExitStack() as nodes:
+        job = Job(folder, [*flags, "--bind", "127.0.0.1:0"], script, 3600.0, "machines")
+        nodes.callback(job.main.kill)
+        job.wait_for(lambda: "--join " in job.log.read_text())
+        at = job.log.read_text().partition("--join ")[2].split()[0]
+        agents: dict[str, Child] = {}
+
+        def join() -> None:
+            name = f"n{len(agents):03d}"
+            flags = ["--join", at, "--node", name, "--machine", name, "--workers", "1", "--ps", "0"]
+            flags += ["--secret-file", str(job.run_dir / "secret"), "--run-dir", str(folder / name)]
+            agents[name] = nodes.enter_context(Child(everstep("agent", *flags), log=folder / f"{name}.log"))
+
+        def agent_of_the_worker(_: int) -> list[int]:
+            view = job.status()
+            on = [str(m.node) for m in view.members if m.role is Role.WORKER] if view is not None else []
+            join()  # (takes the place that is about to go)
+            time.sleep(SETTLE_S)
+            return [agents[node].pid for node in on if node in agents]
+
+        join()
+        found = kills(
+            job.main.pid, folder / "machine", count, random.Random(1), lambda: not job.over, agent_of_the_worker
+        )
+        Child(everstep("stop", job.run_dir)).finish(60.0)
+        job.finish()
+        if len(re.findall(r"begin at step \d+, from the copy", job.log.read_text())) != count:
+            raise RuntimeError(f"not each machine that was lost was followed by its copy:\n{job.words()}")
+    return found
+
+
+def add(result: Result, side: str, found: tuple[list[float], list[int]]) -> None:
+    """Put what the kills of one side gave into the result."""
+    figures, (away, redone) = result["figures"], found
+    figures[f"{side}.away_s"], result["spread"][f"{side}.away_s"] = median(away), spread(away)
+    figures[f"{side}.away_most_s"] = max(away)
+    figures[f"{side}.redone"], result["spread"][f"{side}.redone"] = median(redone), spread(redone)
+    figures[f"{side}.redone_most"] = float(max(redone))
+
+
+def run(quick: bool, arguments: Sequence[str] = ()) -> Result:
+    """Kill stages of a job of each kind, and machines."""
+    parser = argparse.ArgumentParser(prog="bubble_recovery")
+    parser.add_argument("--machines", action="store_true")
+    args = parser.parse_args(list(arguments))
     count = 3 if quick else 20
     result: Result = {"figures": {}, "aims": {}, "holds": {}, "spread": {}}
     figures = result["figures"]
+    with tempfile.TemporaryDirectory() as name:
+        add(result, "machine", lost_machines(Path(name), 2 if quick else count))
+    figures["machine.silence_s"] = SILENCE_S
+    if args.machines:
+        return result
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         flags = ["run", "--mode", "pipeline", "--stages", "2", "--copy-every", "1"]
@@ -120,11 +188,8 @@ def run(quick: bool) -> Result:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
                 psutil.wait_procs([psutil.Process(pid) for pid in left if psutil.pid_exists(pid)], 10.0)
-    for side, (away, redone) in {"everstep": ours, "torchrun": theirs}.items():
-        figures[f"{side}.away_s"], result["spread"][f"{side}.away_s"] = median(away), spread(away)
-        figures[f"{side}.away_most_s"] = max(away)
-        figures[f"{side}.redone"], result["spread"][f"{side}.redone"] = median(redone), spread(redone)
-        figures[f"{side}.redone_most"] = float(max(redone))
+    add(result, "everstep", ours)
+    add(result, "torchrun", theirs)
     aims = {
         "everstep.away_s": (f"<= {MEDIAN_S:g}", figures["everstep.away_s"] <= MEDIAN_S),
         "everstep.away_most_s": (f"<= {MOST_S:g}", figures["everstep.away_most_s"] <= MOST_S),

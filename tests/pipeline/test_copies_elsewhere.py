@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -91,7 +92,7 @@ def store() -> Iterator[CopyStore]:
 class Worker:
     """The stages of one worker, with their senders; all in this process."""
 
-    def __init__(self, store: CopyStore, width: int = 300, life: int = 1) -> None:
+    def __init__(self, store: CopyStore, width: int = 300, life: int = 1, at_once: bool = False) -> None:
         self.fds = [os.memfd_create("test") for _ in range(1 + COPY_SLOTS * STAGES)]
         self.gate = threading.Event()  # closed: blocks are on their way
         self.gate.set()
@@ -102,7 +103,9 @@ class Worker:
         self.life = life
         self.stages = [Stage(memory[n], n, width + n, life) for n in range(STAGES)]
         me = Slot(0), Incarnation(life)
-        self.senders = [CopySender(memory[n].page, n, me, lambda _: self.connected()) for n in range(STAGES)]
+        self.senders = [
+            CopySender(memory[n].page, n, me, lambda _: self.connected(), at_once=at_once) for n in range(STAGES)
+        ]
         for stage, sender in zip(self.stages, self.senders, strict=True):
             stage.copies._sender = sender
         self.stages[0].copies.adopt(-1)
@@ -179,6 +182,20 @@ def test_a_copy_that_is_late_is_not_written_over_and_own_copies_go_on(worker: Wo
     assert meta.position.step == 1
     for stage, part in zip(worker.stages, parts, strict=True):
         assert torch.equal(part.body, stage.truth[1].body)
+
+
+def test_if_the_job_says_how_often_no_wait_is_waited_for(store: CopyStore) -> None:
+    worker = Worker(store, at_once=True)
+    try:
+        for step in range(4):
+            worker.step(step, settle=False)
+            end = time.monotonic() + 20
+            while (worker.page.sending >= 0).any():
+                assert time.monotonic() < end
+                time.sleep(0.001)
+            assert newest(store)[0].position.step == step
+    finally:
+        worker.close()
 
 
 def test_a_neighbour_without_room_is_one_line_and_training_goes_on(
@@ -315,8 +332,10 @@ def test_who_keeps_copies_is_asked_again_and_a_lost_neighbour_is_named(caplog: p
     class Master:
         places: tuple[CopyPlace, ...] = (PLACE,)
 
+        failures = 1
+
         def call(self, request: Any, timeout_s: float) -> CopyPlaces:
-            return CopyPlaces(self.places)
+            return CopyPlaces(self.places, self.failures, 600.0)
 
     master = Master()
     with caplog.at_level(logging.INFO):
@@ -324,9 +343,11 @@ def test_who_keeps_copies_is_asked_again_and_a_lost_neighbour_is_named(caplog: p
         watch.close()
         watch._thread.join(10)
         assert memory.page.place == PLACE
-        master.places = ()
+        assert memory.page.mean_time_to_failure_s == math.inf
+        master.places, master.failures = (), 3
         watch.look()
         watch.look()
     assert memory.page.place is None
+    assert memory.page.mean_time_to_failure_s == 200.0
     assert caplog.text.count("copies of the stages go to node b, too") == 1
     assert caplog.text.count("node b is gone, and no other node keeps copies") == 1

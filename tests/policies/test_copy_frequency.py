@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from everstep.policies.copy_frequency import CopyCost, choose_interval, span_limits
+from everstep.policies.copy_frequency import CopyCost, choose_interval, mean_time_to_failure, span_limits
 from everstep.policies.idle_spans import IdleSpan
 
 
@@ -23,6 +25,19 @@ def test_a_copy_costs_one_percent_at_most(stall_s: float, interval: int) -> None
     assert (0.001 + stall_s) / chosen.interval <= 0.01 + 1e-9
     assert chosen.reason.startswith(f"a copy costs {1e3 * (0.001 + stall_s):.2f} ms of an iteration of 1000.0 ms")
     assert chosen.reason.endswith("at most 1 %")
+
+
+def test_frequent_losses_are_worth_more_than_the_bound() -> None:
+    often = choose_interval(costs(0.299), mean_time_to_failure_s=60.0)  # sqrt(2 * 0.3 s * 60 s) = 6 s
+    assert often.interval == 6 and often.reason.endswith("above 1 %, as a loss every 60 s costs more")
+    for seldom_s in (1e5, 1e9):
+        assert choose_interval(costs(0.299), mean_time_to_failure_s=seldom_s).interval == 30
+    assert choose_interval(costs(0.0), mean_time_to_failure_s=1e9).interval == 1  # never more rarely than it may
+
+
+def test_one_loss_says_nothing_of_a_rate() -> None:
+    assert mean_time_to_failure(0, 100.0) == mean_time_to_failure(1, 100.0) == math.inf
+    assert mean_time_to_failure(4, 100.0) == 25.0
 
 
 def test_copies_become_rarer_at_once_and_more_frequent_one_by_one() -> None:

@@ -83,11 +83,12 @@ class PipelineTrainer(GroupTrainer):
         """Find, as the first stage, a copy that is newer than that of this machine, and who keeps copies from now
         on."""
         runtime, own = self._runtime, sync.copy
-        if runtime.incarnation > 1 and (own is None or own.incarnation < runtime.incarnation - 1):
+        joined = bool(runtime.spec.bind)  # (else there is no other node)
+        if joined and runtime.incarnation > 1 and (own is None or own.incarnation < runtime.incarnation - 1):
             with contextlib.suppress(EverstepError):  # (without the master there is no job)
-                places, of = copy_places(runtime), (runtime.slot, runtime.spec.stages)
+                places, of = copy_places(runtime).places, (runtime.slot, runtime.spec.stages)
                 sync.copy = KeptCopy.find_elsewhere(places, self._connect_copies, *of, self._whole, own)
-        self._watch = NeighbourWatch(runtime, memory.page, self._node)
+        self._watch = NeighbourWatch(runtime, memory.page, self._node, not joined)
 
     @property
     def _node(self) -> NodeId:
@@ -138,11 +139,12 @@ class PipelineTrainer(GroupTrainer):
         every = self._runtime.spec.copy_every
         life = int(self._runtime.incarnation)
         sender = None
+        if self._sync is not None:
+            self._look_elsewhere(self._memory, self._sync)
         if self._runtime.spec.bind:
-            if self._sync is not None:
-                self._look_elsewhere(self._memory, self._sync)
             me = self._runtime.slot, self._runtime.incarnation
-            sender = CopySender(self._memory.page, unit.index, me, self._connect_copies)
+            page, at_once = self._memory.page, every != "auto"
+            sender = CopySender(page, unit.index, me, self._connect_copies, at_once=at_once)
         limit = 0 if every == "auto" else int(every)
         copies = StageCopies(self._memory, unit.index, life, self.state, limit, sender=sender)
         self.engine.copies, self.engine.about_copy = copies, self._about_copy

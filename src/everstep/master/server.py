@@ -611,7 +611,9 @@ class Master:
     def _copy_places(self, r: wire.CopyPlacesAsked, who: Sender) -> Answer:
         nodes = self.brain.members.nodes.values()
         found = [CopyPlace(n.node, n.machine, n.copies) for n in nodes if n.alive and n.copies is not None]
-        return wire.CopyPlaces(tuple(found))
+        job, voids = self.brain.job, self.brain.state.groups.history.voids
+        needed = job.worker_failures if job.workers_wanted == 1 else len(voids)  # (else peers have the state)
+        return wire.CopyPlaces(tuple(found), needed, max(0.0, self.clock.now() - job.started_at))
 
     def _group_stalled(self, r: GroupStalled, sender: Sender) -> Any:
         silent = self.watch.stalled(self.brain, self.clock.now())

@@ -157,9 +157,12 @@ class SpecReport(msgspec.Struct, frozen=True, tag="spec_report"):
 
 
 class CopyPlaces(Answer, frozen=True, tag="copy_places"):
-    """Lists the agents that keep copies and whose nodes are alive."""
+    """Lists the agents that keep copies and whose nodes are alive. ``failures``: how often this job needed copies so
+    far; ``age_s``: of the job."""
 
     places: tuple[CopyPlace, ...] = ()
+    failures: int = 0
+    age_s: float = 0.0
 
 
 class StoreValues(msgspec.Struct, frozen=True, tag="store_values"):

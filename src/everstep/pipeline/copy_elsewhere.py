@@ -32,6 +32,7 @@ from everstep.net.messages import RequestType as Request
 from everstep.pipeline.copy_slots import BLOCK_BYTES, CopyPage
 from everstep.pipeline.copy_store import READ_BYTES
 from everstep.pipeline.slot_memory import CopyMeta, check_blocks
+from everstep.policies.copy_frequency import mean_time_to_failure
 from everstep.policies.node_selection import choose_neighbour
 
 ASK_S: Final = 5.0
@@ -51,17 +52,18 @@ class Asks(Protocol):
     def call(self, request: Request, timeout_s: float) -> Answer: ...
 
 
-def copy_places(runtime: Asks) -> tuple[CopyPlace, ...]:
+def copy_places(runtime: Asks) -> CopyPlaces:
     """Return the agents that keep copies, by the master's word. Raises EverstepError: it does not answer."""
     answer = runtime.call(CopyPlacesAsked(), ASK_S)
-    return answer.places if isinstance(answer, CopyPlaces) else ()
+    return answer if isinstance(answer, CopyPlaces) else CopyPlaces()
 
 
 class NeighbourWatch:
-    """Says on the page who the neighbour is, in a thread of the first stage; asks the master again and again."""
+    """Says on the page who the neighbour is, and how often the job needs copies, in a thread of the first stage; asks
+    the master again and again. ``alone``: the job has no other nodes."""
 
-    def __init__(self, runtime: Asks, page: CopyPage, node: NodeId) -> None:
-        self._runtime, self._page, self._node = runtime, page, node
+    def __init__(self, runtime: Asks, page: CopyPage, node: NodeId, alone: bool = False) -> None:
+        self._runtime, self._page, self._node, self._alone = runtime, page, node, alone
         self._over = threading.Event()
         page.place = None
         self._thread = threading.Thread(target=self._run, name="everstep-neighbour", daemon=True)
@@ -72,7 +74,9 @@ class NeighbourWatch:
 
     def look(self) -> None:
         """Ask the master once. Raises EverstepError."""
-        places = copy_places(self._runtime)
+        told = copy_places(self._runtime)
+        places = told.places
+        self._page.mean_time_to_failure_s = mean_time_to_failure(told.failures, told.age_s)
         own = next((p.machine for p in places if p.node == self._node), "")
         found = choose_neighbour(places, self._node, own)
         before = self._page.place
@@ -93,7 +97,7 @@ class NeighbourWatch:
                 self.look()
             except EverstepError as error:
                 logger.debug("the master does not say who keeps copies: %s", error)
-            if self._over.wait(_LOOK_AGAIN_S if self._page.place is not None else _LOOK_S):
+            if self._over.wait(_LOOK_AGAIN_S if self._alone or self._page.place is not None else _LOOK_S):
                 return
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
 """Sends the copies of a stage to the agent of another node, while the process waits for its neighbours.
 
 A copy is sent block by block behind the native code that makes it. A block is begun in a wait; outside of waits one
-block goes twice in an iteration, so that a pipeline without waits gets on, too. One copy of a stage is on its way at a
-time."""
+block goes twice in an iteration, so that a pipeline without waits gets on, too. If the job says how often to copy, the
+rest goes as soon as the copy is whole. One copy of a stage is on its way at a time."""
 
 from __future__ import annotations
 
@@ -80,7 +80,10 @@ class CopySender:
         me: tuple[Slot, Incarnation],
         connect: Callable[[CopyPlace], CopyClient],
         clock: Callable[[], float] = time.monotonic,
+        at_once: bool = False,
     ) -> None:
+        """Take ``at_once``: what waits had no room for goes as soon as the copy is whole; else in later waits."""
+        self._at_once = at_once
         self._page, self._stage, self._me, self._connect, self._clock = page, stage, me, connect, clock
         self._changed = threading.Condition()
         self._job: _Job | None = None
@@ -144,7 +147,7 @@ class CopySender:
         if job is not None:
             with self._changed:
                 job.whole = job.whole or whole
-                self._extra = 1
+                self._extra = len(job.sums) if job.whole and self._at_once else 1
                 self._changed.notify()
 
     def drop(self) -> None:

@@ -6,6 +6,7 @@ loses its own memory only; the one that is started in its place inherits the sam
 from __future__ import annotations
 
 import logging
+import math
 import mmap
 import os
 from collections.abc import Mapping, Sequence
@@ -29,22 +30,23 @@ _place_decoder: Final = msgspec.json.Decoder(CopyPlace)
 
 class CopyPage:
     """Is what the stages tell each other of copies, in one page. By the first stage's word: ``step``: the one that is
-    to be copied, ``send``: the one that goes to the neighbour, too (-1: none), and who the neighbour is. Of each stage:
+    to be copied, ``send``: the one that goes to the neighbour, too (-1: none), who the neighbour is, and the mean
+    time between losses in ms (0: unknown). Of each stage:
     ``newest``: the newest step that is whole; ``wished``: in how many iterations it wants one copy; ``unable``: whether
     it cannot copy; ``sending``: the step that is on its way to the neighbour; ``kept``: the newest one that the
     neighbour has acknowledged."""
 
     def __init__(self, fd: int, stages: int) -> None:
-        numbers_bytes = 8 * (3 + 5 * stages)
+        numbers_bytes = 8 * (4 + 5 * stages)
         size = up(numbers_bytes + _PLACE_BYTES)
         fresh = os.fstat(fd).st_size < size
         if fresh:
             os.ftruncate(fd, size)
         self._memory = mmap.mmap(fd, size)
         self._place_at = numbers_bytes
-        numbers = np.frombuffer(self._memory, np.int64, 3 + 5 * stages)
-        self._said, self._version = numbers[:2], numbers[2:3]
-        self.newest, self.wished, self.unable, self.sending, self.kept = numbers[3:].reshape(5, stages)
+        numbers = np.frombuffer(self._memory, np.int64, 4 + 5 * stages)
+        self._said, self._version, self._failure_ms = numbers[:2], numbers[2:3], numbers[3:4]
+        self.newest, self.wished, self.unable, self.sending, self.kept = numbers[4:].reshape(5, stages)
         if fresh:
             self.sending[:] = self.kept[:] = self._said[:] = -1
 
@@ -63,6 +65,14 @@ class CopyPage:
     @send.setter
     def send(self, value: int) -> None:
         self._said[1] = value
+
+    @property
+    def mean_time_to_failure_s(self) -> float:
+        return float(self._failure_ms[0]) / 1e3 or math.inf
+
+    @mean_time_to_failure_s.setter
+    def mean_time_to_failure_s(self, value: float) -> None:
+        self._failure_ms[0] = 0 if math.isinf(value) else max(1, round(1e3 * value))
 
     @property
     def common(self) -> int:

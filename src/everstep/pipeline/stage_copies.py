@@ -281,7 +281,9 @@ class StageCopies:
             self._costs.append(CopyCost(self._begin_s, stall_s, self.step_s))
         self._choose_waits(after)
         if not self._every and self._costs and self._done % _CHOOSE_EVERY == 0:
-            self.interval, self.reason = choose_interval(list(self._costs), self.interval)
+            self.interval, self.reason = choose_interval(
+                list(self._costs), self.interval, mean_time_to_failure_s=self._page.mean_time_to_failure_s
+            )
             self._page.wished[self._stage] = self.interval
 
     def _choose_waits(self, counts: Sequence[float]) -> None:
