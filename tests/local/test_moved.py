@@ -4,6 +4,8 @@ checkpoints: the audit spans both parts."""
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -60,6 +62,49 @@ def test_a_notice_for_the_masters_machine_moves_the_job(run: Run, mode: tuple[st
     run.hurry()
     run.ended_well(400)
     assert replay(run.run_dir).ok
+
+
+def test_of_two_that_unsuspend_a_place_at_once_one_goes_on(run: Run, tmp_path: Path) -> None:
+    run.write(epochs=20, pause_s=0.1)
+    place, going = tmp_path / "place", tmp_path / "going"
+    run.start("--ps", "2", "--checkpoint-to", str(place), "--notices", f"file:{going}")
+    run.alive(Role.WORKER, 0)
+    run.trained(300)
+    going.write_text("20")
+    assert run.wait() == 143, run.story()
+    shutil.rmtree(run.run_dir)
+    going.unlink()
+    takers: dict[Path, subprocess.Popen[bytes]] = {}
+    for name in ("one", "two"):
+        run_dir = tmp_path / name / "run"
+        run_dir.parent.mkdir()
+        argv = [
+            sys.executable,
+            "-m",
+            "everstep.cli",
+            "unsuspend",
+            str(place),
+            "--no-display",
+            "--run-dir",
+            str(run_dir),
+        ]
+        out = run_dir.with_name("out").open("w")
+        takers[run_dir] = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=run.folder)
+    try:
+        until(lambda: any(taker.poll() is not None for taker in takers.values()))
+    except BaseException:
+        for taker in takers.values():
+            taker.kill()
+        raise
+    (loser,) = (run_dir for run_dir, taker in takers.items() if taker.poll() is not None)
+    (winner,) = (run_dir for run_dir in takers if run_dir != loser)
+    run.run_dir, run.popen, run.out = winner, takers[winner], winner.with_name("out")
+    text = loser.with_name("out").read_text()
+    assert takers[loser].returncode == 2, text
+    assert text.count("\n") == 1 and "it went on at" in text and str(winner) in text, text
+    run.alive(Role.WORKER, 0, 2)
+    run.hurry()
+    run.ended_well(400)
 
 
 def test_a_checkpoint_that_is_not_written_in_time_is_not_waited_for(run: Run, tmp_path: Path) -> None:

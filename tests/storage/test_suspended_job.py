@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import sqlite3
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -80,6 +84,58 @@ def test_the_next_suspension_replaces_it(tmp_path: Path) -> None:
     mark_taken(place, 1, tmp_path / "too-late")
     assert read_suspended(place) == index, "word of an earlier suspension says nothing of this one"
     assert not [path for path in place.sizes() if path.startswith("suspended/1/")]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_of_takers_in_the_same_moment_one_has_the_job(tmp_path: Path, seed: int) -> None:
+    """Four takers at once, each of which waits a random moment behind each step at the place."""
+    url = tmp_path / "place"
+    keep_suspended(LocalPlace(url), suspended_run(tmp_path / "old"), "flights", 1)
+    begin = threading.Barrier(4)
+
+    class Slow(LocalPlace):
+        def __init__(self, number: int) -> None:
+            super().__init__(url)
+            self.rng = random.Random(f"{seed} {number}")
+
+        def sizes(self) -> dict[str, int]:
+            time.sleep(self.rng.random() * 0.02)
+            found = super().sizes()
+            time.sleep(self.rng.random() * 0.02)
+            return found
+
+        def put(self, path: str, data: bytes) -> None:
+            time.sleep(self.rng.random() * 0.02)
+            super().put(path, data)
+
+    def take(number: int) -> str:
+        begin.wait(30)
+        try:
+            mark_taken(Slow(number), 1, tmp_path / f"taker-{number}")
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(take, range(4)))
+    assert found.count("") == 1, found
+    index = read_suspended(LocalPlace(url))
+    assert index is not None and index.taken is not None
+    winner = f"taker-{found.index('')}"
+    assert index.taken.run_dir.endswith(winner)
+    assert all(f"it went on at {index.taken.host}" in line and winner in line for line in found if line), found
+    assert not [p for p in LocalPlace(url).sizes() if "claim" in p], "claims are taken back"
+    mark_taken(LocalPlace(url), 1, tmp_path / winner)  # the one that has it may say so again
+
+
+def test_a_claim_that_was_left_is_named(tmp_path: Path) -> None:
+    place = LocalPlace(tmp_path / "place")
+    keep_suspended(place, suspended_run(tmp_path / "old"), "flights", 1)
+    place.put("suspended/1/claim-of-a-dead-one", b"host")
+    with pytest.raises(ConfigError, match="if nobody does, delete suspended/1/claim-of-a-dead-one there"):
+        mark_taken(place, 1, tmp_path / "here", wait_s=0.0)
+    index = read_suspended(place)
+    assert index is not None and index.taken is None
 
 
 def test_a_machine_that_goes_meanwhile_leaves_a_job_that_goes_on_or_none(tmp_path: Path) -> None:

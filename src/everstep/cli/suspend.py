@@ -159,10 +159,10 @@ def _unsuspend_from(url: str, live: bool, budget: float | None, moved: MovedTo) 
             spec = with_budget(spec, run_dir, summary, budget)
             spec, files = home_files(spec, run_dir)
             save_spec(run_dir, spec, {**read_origins(run_dir), "checkpoint_to": "everstep unsuspend"})
+            mark_taken(place, index.number, run_dir)
         except BaseException:
             (run_dir / "job.json").unlink(missing_ok=True)  # (so that another attempt finds a new run directory)
             raise
-        mark_taken(place, index.number, run_dir)
         rest = "" if index.complete else "; its machine went before all audit logs were kept: everstep audit says which"
         click.echo(f"{index.job} goes on here, from {place.url}; it was suspended on {index.host}{rest}")
         go_on(run_dir, index.number, f"{BY_HAND}, on {socket.gethostname()}; before that on {index.host}")
@@ -190,9 +190,6 @@ def take_here(spec: JobSpec, run_dir: Path, number: int) -> None:
         return
     try:
         place = open_place(spec.checkpoint_to)
-        index = read_suspended(place)
-        if index is not None and index.number == number and index.taken is not None:
-            raise ConfigError(f"run directory {run_dir}: the job is not suspended any more: {where_words(index)}")
         mark_taken(place, number, run_dir)
     except StorageError as error:
         click.echo(f"everstep: {error}: take care that the job does not go on elsewhere, too", err=True)

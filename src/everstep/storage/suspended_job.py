@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import random
 import re
+import secrets
 import socket
 import sqlite3
 import tempfile
@@ -41,6 +43,9 @@ _LOG = re.compile(r"audit/[a-z]{1,16}-\d{1,9}\.\d{1,9}\.log")
 _INDEX_MAX_BYTES = 16 << 20
 _FILE_MAX_BYTES = 64 << 30
 _PIECE_BYTES = 4 << 20
+_CLAIM = "claim-"
+CLAIM_S: Final = 10.0
+"""So long another taker's claim is waited for."""
 
 
 class KeptFile(msgspec.Struct, frozen=True, array_like=True):
@@ -88,7 +93,9 @@ def keep_suspended(place: StoragePlace, run_dir: Path, job: str, number: int) ->
     logs = sorted(f"audit/{path.name}" for path in (run_dir / "audit").glob("*.log"))
     shown = [name for name in _SHOWN if (run_dir / name).exists()]
     index = _put_files(place, run_dir, index, [name for name in logs if _LOG.fullmatch(name)] + shown)
-    index = msgspec.structs.replace(index, complete=True)
+    now = read_suspended(place)  # (it may have been taken meanwhile)
+    taken = now.taken if now is not None and now.number == number else None
+    index = msgspec.structs.replace(index, complete=True, taken=taken)
     _put_index(place, index)
     for path in place.sizes():
         folder = path.split("/")[1] if path.startswith(f"{FOLDER}/") and path.count("/") > 1 else str(number)
@@ -128,13 +135,41 @@ def fetch_suspended(place: StoragePlace, index: SuspendedJob, run_dir: Path) -> 
         _fetch(place, f"{FOLDER}/{index.number}/{file.path}", file, run_dir / file.path)
 
 
-def mark_taken(place: StoragePlace, number: int, run_dir: Path) -> None:
-    """Say that the job has gone on here: nobody else is to go on with it. Raises StorageError."""
-    index = read_suspended(place)
-    if index is None or index.number != number:
-        return
-    taken = Taken(socket.gethostname(), str(run_dir), time.time())
-    _put_index(place, msgspec.structs.replace(index, taken=taken))
+def mark_taken(place: StoragePlace, number: int, run_dir: Path, wait_s: float = CLAIM_S) -> None:
+    """Say that the job has gone on here: nobody else is to go on with it. Nothing is said where another suspension, or
+    none, is kept. Raises ConfigError: somebody else has taken it, or has been taking it for ``wait_s``; StorageError.
+
+    Places have no lock that all of them share. Each taker puts a claim there, and then looks: a taker that sees no
+    claim but its own has the job; any other one takes its claim back, and tries again after a random time. Of two
+    takers, the one that puts its claim later sees the other's, so at most one sees itself alone.
+    """
+    us = Taken(socket.gethostname(), str(run_dir), time.time())
+    claim = f"{FOLDER}/{number}/{_CLAIM}{secrets.token_hex(8)}"
+    end = time.monotonic() + wait_s
+    while True:
+        index = read_suspended(place)
+        if index is None or index.number != number:
+            return
+        if index.taken is not None:
+            if (index.taken.host, index.taken.run_dir) == (us.host, us.run_dir):
+                return
+            raise ConfigError(f"{place.url}: this job is not suspended any more: {where_words(index)}")
+        place.put(claim, us.host.encode())
+        try:
+            others = [p for p in place.sizes() if p.startswith(f"{FOLDER}/{number}/{_CLAIM}") and p != claim]
+            if not others:
+                index = read_suspended(place)
+                if index is not None and index.number == number and index.taken is None:
+                    _put_index(place, msgspec.structs.replace(index, taken=us))
+                continue  # (the index says who has it)
+        finally:
+            place.delete(claim)
+        if time.monotonic() > end:
+            raise ConfigError(
+                f"{place.url}: somebody else is taking this job, or died while taking it: if nobody does, delete "
+                f"{others[0]} there"
+            )
+        time.sleep(random.uniform(0.02, 0.2))
 
 
 def _is_known(name: str) -> bool:
