@@ -5,10 +5,12 @@ Both stages go by the step's number. Each process writes what every step took: s
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import os
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,9 @@ import everstep as es
 SIDES = ("none", "spans", "same", "synchronous", "thread", "async_save")
 LAYERS = {"small": (4, 128, 32), "gpt30m": (8, 512, 64)}  # layers, width, tokens of a sample
 WORDS = {"small": 500, "gpt30m": 5000}
+RECORDED = Path(__file__).parents[1] / "examples" / "recordings" / "bytedance-pipeline-st-excerpt.csv"
+STAGES, FLOATS = 4, 250_000  # of an emulated pipeline; parameters of each stage
+FORWARD_S = 0.004  # mean of a microbatch's forward in its first stage; all else is in the recorded proportion
 
 
 class First(nn.Module):
@@ -41,6 +46,50 @@ def network(size: str) -> nn.Sequential:
         nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, batch_first=True, norm_first=True) for _ in range(layers)
     ]
     return nn.Sequential(First(WORDS[size], width), *blocks, nn.Linear(width, WORDS[size]))
+
+
+class _Backward(torch.autograd.Function):
+    """Gives its input on, and sleeps on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, part: Any) -> torch.Tensor:
+        ctx.part = part
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        time.sleep(ctx.part.next_s(1))
+        return grads[0], None
+
+
+class EmulatedPart(nn.Module):
+    """Sleeps in place of computing, as long as one microbatch after the other took in a recorded stage. Its parameters
+    are as large as is said, and hardly used."""
+
+    def __init__(self, times: Sequence[tuple[float, float]], floats: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(floats))
+        self._times, self._calls = times, [0, 0]
+
+    def next_s(self, way: int) -> float:
+        """Return how long the next forward (0) or backward (1) takes."""
+        self._calls[way] += 1
+        return self._times[self._calls[way] % len(self._times)][way]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.next_s(0))
+        y: torch.Tensor = _Backward.apply(x, self)  # type: ignore[no-untyped-call]
+        return y + self.weight[: x.shape[-1]]
+
+
+def emulated(stages: int, parts: int, floats: int) -> list[nn.Module]:
+    """Return parts of a recorded pipeline. Several parts of one stage share its recorded time alike."""
+    recorded: list[list[tuple[float, float]]] = [[] for _ in range(stages)]
+    with RECORDED.open() as file:
+        for row in csv.DictReader(file):
+            recorded[int(row["stage"])].append((float(row["forward_s"]), float(row["backward_s"])))
+    scale = FORWARD_S / (sum(f for f, _ in recorded[0]) / len(recorded[0])) * stages / parts
+    return [EmulatedPart([(f * scale, b * scale) for f, b in recorded[n % stages]], floats) for n in range(parts)]
 
 
 class OtherWays:
@@ -89,6 +138,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--block", type=int, default=4, help="steps, of which the first is left out")
     parser.add_argument("--out", required=True)
+    parser.add_argument("--emulated", default="", help="a schedule: stages sleep as long as recorded ones computed")
     args = parser.parse_args()
     torch.set_num_threads(1)
     job = es.join(mode="pipeline")
@@ -101,9 +151,17 @@ def main() -> None:
     def loss(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(out.flatten(0, 1), target.flatten())
 
-    model = job.pipeline(
-        network(args.size), schedule=pipelining.Schedule1F1B, microbatches=args.microbatches, loss_fn=loss
-    )
+    if args.emulated:
+        parts = 2 if "Interleaved" in args.emulated else 1
+        schedule = getattr(pipelining, args.emulated)
+        made: Any = emulated(STAGES, parts * STAGES, FLOATS // parts)
+        model = job.pipeline(
+            made, schedule=schedule, microbatches=args.microbatches, loss_fn=lambda out, y: (out - y).square().mean()
+        )
+    else:
+        model = job.pipeline(
+            network(args.size), schedule=pipelining.Schedule1F1B, microbatches=args.microbatches, loss_fn=loss
+        )
     opt = job.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-4))
     engine: Any = job._engine
     copies, ways = engine.copies, OtherWays(model, opt, Path(args.out) / f"saved{job.process_index}")
@@ -118,7 +176,10 @@ def main() -> None:
         last_s, last_cpu_s = now_s, now_cpu_s
         ways.begin(side)
         opt.zero_grad()
-        model.step(samples["text"][:, :-1], target=samples["text"][:, 1:])
+        given, target = samples["text"][:, :-1], samples["text"][:, 1:]
+        if args.emulated:
+            given, target = given.float(), target.float()
+        model.step(given, target=target)
         ways.end()
         opt.step()
         engine.copies = copies if SIDES[(job.step + 1) // args.block % len(SIDES)] == "spans" else None

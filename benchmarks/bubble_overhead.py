@@ -6,6 +6,10 @@ rounds; ``NAME_cpu``: CPU seconds of both stages. Sides: spans (this project's c
 step), thread (a Python thread beside the step), async_save (torch.distributed.checkpoint, into a folder). ``none.aa``
 is no copies beside no copies. ``inside``: share of copied bytes inside of waits. ``SIZE_mM``: small (0.9 M
 parameters) or gpt30m (30 M), with M microbatches. ``--size NAME`` and ``--rounds N`` choose.
+
+``--emulated``: emulated device time instead: four stages sleep in place of computing, as long as the stages of a
+recorded job computed (scaled to 4 ms for a forward of the first stage; ``examples/recordings``), in three schedules;
+so four stages do without four cores. Parameters are 1 MB for each stage, with AdamW 3 MB of state.
 """
 
 from __future__ import annotations
@@ -16,27 +20,31 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks._bubble_job import SIDES
+from benchmarks._bubble_job import SIDES, STAGES
 from benchmarks._jobs import Job
 from benchmarks._measure import ROOT, Result, interval, median, say
 
 BLOCK = 4
 OVERHEAD, INSIDE = 1.01, 0.99
+SCHEDULES = ("ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B")
 
 
-def measured(size: str, microbatches: int, rounds: int, limit_s: float) -> Result:
-    """Run one job and compare its blocks."""
+def measured(size: str, microbatches: int, rounds: int, limit_s: float, emulated: str = "") -> Result:
+    """Run one job and compare its blocks. ``emulated``: the schedule of stages that sleep; "": they compute."""
+    count = STAGES if emulated else 2
     result: Result = {"figures": {}, "aims": {}, "holds": {}, "spread": {}}
     with tempfile.TemporaryDirectory() as folder:
         script = ["--", str(ROOT / "benchmarks" / "_bubble_job.py"), "--size", size, "--out", folder]
         script += ["--microbatches", str(microbatches), "--rounds", str(rounds), "--block", str(BLOCK)]
-        job = Job(Path(folder), ["run", "--mode", "pipeline", "--stages", "2", "--copy-every", "1"], script, limit_s)
+        script += ["--emulated", emulated] if emulated else []
+        flags = ["run", "--mode", "pipeline", "--stages", str(count), "--copy-every", "1"]
+        job = Job(Path(folder), flags, script, limit_s)
         try:
             job.finish()
         finally:
             job.main.kill()
-        stages = [json.loads((Path(folder) / f"stage{number}.json").read_text()) for number in range(2)]
-    name = f"{size}_m{microbatches}"
+        stages = [json.loads((Path(folder) / f"stage{number}.json").read_text()) for number in range(count)]
+    name = f"emulated_{emulated}_m{microbatches}" if emulated else f"{size}_m{microbatches}"
     per_round = len(SIDES) * (BLOCK - 1)
     steps = stages[0]["steps"]
     found: dict[str, list[float]] = {}
@@ -75,7 +83,14 @@ def run(quick: bool, arguments: Sequence[str] = ()) -> Result:
     parser = argparse.ArgumentParser(prog="bubble_overhead")
     parser.add_argument("--size", choices=("small", "gpt30m"))
     parser.add_argument("--rounds", type=int, default=3 if quick else 200)
+    parser.add_argument("--emulated", action="store_true")
     args = parser.parse_args(list(arguments))
+    if args.emulated:
+        emulated: Result = {"figures": {}, "aims": {}, "holds": {}, "spread": {}}
+        for schedule in SCHEDULES:
+            for kind, values in measured("small", 4, args.rounds, 60.0 + 20.0 * args.rounds, schedule).items():
+                emulated[kind].update(values)
+        return emulated
     sizes = [args.size] if args.size else ["small"] if quick else ["small", "gpt30m"]
     result: Result = {"figures": {}, "aims": {}, "holds": {}, "spread": {}}
     for size in sizes:

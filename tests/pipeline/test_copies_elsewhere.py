@@ -33,7 +33,7 @@ from everstep.net.messages import (
     KeptCopies,
     KeptCopiesAsked,
 )
-from everstep.pipeline import slot_memory
+from everstep.pipeline import copy_elsewhere, slot_memory
 from everstep.pipeline.copy_elsewhere import NeighbourWatch, newest_elsewhere
 from everstep.pipeline.copy_sender import CopySender
 from everstep.pipeline.copy_slots import CopyMemory, CopyMeta
@@ -50,7 +50,7 @@ class Direct:
 
     def __init__(self, store: CopyStore, gate: threading.Event | None = None) -> None:
         self.store, self.gate = store, gate
-        self.broken = ""
+        self.broken, self.closed = "", False
         self.answers: list[tuple[DataAnswer, memoryview]] = []
 
     def __enter__(self) -> Direct:
@@ -64,6 +64,8 @@ class Direct:
             raise WireError(self.broken)
         if self.gate is not None and isinstance(message, CopyBlocks):
             assert self.gate.wait(60)
+            if self.closed:
+                raise WireError("the connection is closed")
         body = b"".join(bytes(b) for b in buffers)
         answer, out = self.store.handle(message, memoryview(body), None)
         self.answers.append((answer, memoryview(b"".join(bytes(b) for b in out))))
@@ -79,7 +81,9 @@ class Direct:
         return self.receive(into=more.get("into"))
 
     def close(self) -> None:
-        pass
+        self.closed = True
+        if self.gate is not None:
+            self.gate.set()
 
 
 @pytest.fixture
@@ -254,6 +258,25 @@ def test_a_state_that_was_changed_meanwhile_is_not_kept(worker: Worker, store: C
     assert newest(store)[0].position.step == 2
 
 
+def test_a_neighbour_that_does_not_answer_holds_nobody_up(worker: Worker, store: CopyStore) -> None:
+    worker.step(0)
+    worker.gate.clear()
+    worker.stages[0].copies.choose(1)
+    stage = worker.stages[1]
+    stage.copies.begin(1, None)
+    stage.copies.wait_begins()
+    end = time.monotonic() + 20
+    while not worker.senders[1].busy:
+        assert time.monotonic() < end
+    time.sleep(0.05)
+    with torch.no_grad():
+        stage.model.weight += 1
+    stage.forward()
+    stage.optimize()  # the copy is thrown away, so its bytes must not be looked at any more
+    assert not worker.senders[1].busy
+    assert newest(store)[0].position.step == 0
+
+
 def test_a_later_life_reads_what_the_former_one_sent_and_fences_it(worker: Worker, store: CopyStore) -> None:
     for step in range(3):
         worker.step(step)
@@ -309,6 +332,34 @@ def test_a_damaged_copy_at_the_neighbour_is_named_and_the_older_one_is_taken(
     assert "the copy of stage 1 on node b: block 0 is damaged" in caplog.text
     kept, _ = store.handle(KeptCopiesAsked(Slot(3)), memoryview(b""), None)
     assert kept == KeptCopies()
+
+
+def test_a_copy_of_another_number_of_stages_or_without_room_here_is_not_used(
+    worker: Worker, store: CopyStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker.step(0)
+    link: Any = lambda _: Direct(store)  # noqa: E731
+    assert newest_elsewhere([PLACE], link, ME[0], STAGES + 1) is None
+    assert newest_elsewhere([PLACE], link, Slot(5), STAGES) is None
+    monkeypatch.setattr(copy_elsewhere, "free_memory", lambda: 1000)
+    assert newest(store) is None
+    assert "the copy of stage 0 on node b takes 0.4 MB, and this machine has 0.0 MB to spare" in caplog.text
+
+
+def test_an_agent_that_cannot_be_reached_is_named_and_the_next_one_asked(
+    worker: Worker, store: CopyStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker.step(0)
+    away = CopyPlace(NodeId("away"), "", PLACE.address)
+
+    def connect(place: CopyPlace) -> Any:
+        if place == away:
+            raise WireError("no route")
+        return Direct(store)
+
+    found = newest_elsewhere([away, PLACE], connect, ME[0], STAGES)
+    assert found is not None and found[0].position.step == 0
+    assert "the copies on node away cannot be reached: no route" in caplog.text
 
 
 def test_the_neighbour_is_the_next_node_on_another_machine() -> None:

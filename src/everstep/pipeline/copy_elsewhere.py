@@ -31,7 +31,7 @@ from everstep.net.messages import (
 from everstep.net.messages import RequestType as Request
 from everstep.pipeline.copy_slots import BLOCK_BYTES, CopyPage
 from everstep.pipeline.copy_store import READ_BYTES
-from everstep.pipeline.slot_memory import CopyMeta, check_blocks
+from everstep.pipeline.slot_memory import CopyMeta, check_blocks, free_memory
 from everstep.policies.copy_frequency import mean_time_to_failure
 from everstep.policies.node_selection import choose_neighbour
 
@@ -39,7 +39,6 @@ ASK_S: Final = 5.0
 CONNECT_S: Final = 3.0
 _LOOK_S: Final = 1.0  # for a first neighbour
 _LOOK_AGAIN_S: Final = 5.0
-_PART_MAX_BYTES: Final = 1 << 41
 
 logger = logging.getLogger("everstep.worker")
 _meta_decoder: Final = msgspec.msgpack.Decoder(CopyMeta)
@@ -139,26 +138,29 @@ def newest_elsewhere(
 def _read(client: DataClient, slot: Slot, part: KeptPart, node: NodeId) -> tuple[bytes, SerializedState]:
     """Return what a stage's copy says of itself, and the stage. Raises WireError, CheckpointError."""
     text_bytes = part.meta_bytes + part.header_bytes
-    blocks = -(-part.body_bytes // BLOCK_BYTES)
-    total = text_bytes + 4 * blocks + part.body_bytes
-    if total > _PART_MAX_BYTES:
-        raise WireError(f"a copy of {total} bytes was announced: too large")
-    body = torch.empty(total, dtype=torch.uint8)
-    into = body.numpy().data
-    for at in range(0, total, READ_BYTES):
-        size = min(READ_BYTES, total - at)
-        asked = CopyRead(slot, part.stage, part.step, part.life, at, size)
+    sums_bytes = 4 * -(-part.body_bytes // BLOCK_BYTES)
+    what = f"the copy of stage {part.stage} on node {node}"
+    needed, free = text_bytes + sums_bytes + part.body_bytes, free_memory()
+    if needed > free:
+        raise CheckpointError(f"{what} takes {needed / 1e6:.1f} MB, and this machine has {free / 1e6:.1f} MB to spare")
+    head, body = bytearray(text_bytes + sums_bytes), torch.empty(part.body_bytes, dtype=torch.uint8)
+    _read_range(client, slot, part, 0, memoryview(head))
+    _read_range(client, slot, part, len(head), body.numpy().data)
+    text, sums = bytes(head[:text_bytes]), np.frombuffer(bytes(head[text_bytes:]), np.uint32)
+    if crc32c(text) != part.text_crc:
+        raise CheckpointError(f"{what}: its header is damaged")
+    check_blocks(body.numpy(), sums, 0, what)
+    return text[: part.meta_bytes], SerializedState(text[part.meta_bytes :], body)
+
+
+def _read_range(client: DataClient, slot: Slot, part: KeptPart, begin: int, into: memoryview) -> None:
+    """Fill ``into`` with what a copy has from byte ``begin`` on. Raises WireError."""
+    for at in range(0, len(into), READ_BYTES):
+        size = min(READ_BYTES, len(into) - at)
+        asked = CopyRead(slot, part.stage, part.step, part.life, begin + at, size)
         answer, piece = client.request(asked, into=into[at : at + size], timeout_s=ASK_S)
         if not isinstance(answer, StatePart) or piece.nbytes != size:
             raise WireError(f"it is not there any more: {answer}")
-    text = bytes(into[:text_bytes])
-    what = f"the copy of stage {part.stage} on node {node}"
-    if crc32c(text) != part.text_crc:
-        raise CheckpointError(f"{what}: its header is damaged")
-    sums = np.frombuffer(bytes(into[text_bytes : text_bytes + 4 * blocks]), np.uint32)
-    state = body[text_bytes + 4 * blocks :].clone()  # (aligned)
-    check_blocks(state.numpy(), sums, 0, what)
-    return text[: part.meta_bytes], SerializedState(text[part.meta_bytes :], state)
 
 
 __all__ = ["NeighbourWatch", "copy_places", "newest_elsewhere"]

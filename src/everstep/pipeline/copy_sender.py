@@ -31,6 +31,7 @@ from everstep.pipeline.copy_slots import BLOCK_BYTES, CopyPage
 from everstep.pipeline.copy_store import LOWEST_PRIORITY
 
 ANSWER_S: Final = 10.0
+DROP_S: Final = 0.2
 RETRY_S: Final = 10.0
 """So long after a failure nothing is sent to that node."""
 _FLIGHT: Final = 4  # requests on their way
@@ -158,6 +159,12 @@ class CopySender:
         with self._changed:
             job.dropped = True
             self._changed.notify()
+            if self._changed.wait_for(lambda: self._job is not job, DROP_S):
+                return
+            client = self._client
+        if client is not None:
+            client.close()  # the thread waits for a neighbour that does not answer: it finds out at once
+        with self._changed:
             self._changed.wait_for(lambda: self._job is not job, ANSWER_S)
 
     def forget(self) -> None:
