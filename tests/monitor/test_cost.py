@@ -155,6 +155,12 @@ def test_a_small_case_worked_out_by_hand() -> None:
         "nobody": pytest.approx((0.5, 0.25)),
     }
     assert [h.usd for h in costs.hours] == pytest.approx([2.0, 2.5, 3.0, 2.0])
+    # in the second hour spot-1 has nobody for half an hour at 0.5 USD, then a worker; in the third it costs 1 USD
+    assert {role: [h.usd for h in some] for role, some in costs.role_hours.items()} == {
+        "master": pytest.approx([1.0, 1.0, 1.0, 1.0]),
+        "worker": pytest.approx([1.0, 1.25, 2.0, 1.0]),
+        "nobody": pytest.approx([0.0, 0.25, 0.0, 0.0]),
+    }
     assert {node: found.usd for node, found in costs.nodes.items()} == pytest.approx({"node0": 8.0, "spot-1": 1.5})
 
 
@@ -203,6 +209,12 @@ def test_roles_hours_and_nodes_add_up(machines: list[MachineSpan], members: list
         assert math.fsum(p.usd for p in parts) == pytest.approx(costs.spent.usd, abs=1e-6)
         assert math.fsum(p.unknown_s for p in parts) == pytest.approx(costs.spent.unknown_s, abs=1e-3)
     assert all(p.seconds <= 2 * H * len(machines) for p in costs.hours)
+    for number, hour in enumerate(costs.hours):
+        parts = [some[number] for some in costs.role_hours.values()]
+        assert math.fsum(p.usd for p in parts) == pytest.approx(hour.usd, abs=1e-6)
+        assert math.fsum(p.seconds for p in parts) == pytest.approx(hour.seconds, abs=1e-3)
+    for role, some in costs.role_hours.items():
+        assert math.fsum(p.usd for p in some) == pytest.approx(costs.roles[role].usd, abs=1e-6)
 
 
 @settings(max_examples=60, deadline=None)
@@ -330,6 +342,8 @@ def test_what_people_and_programs_see() -> None:
     data = report.as_dict()
     assert data["spent"]["usd"] is None and data["spent"]["usd_known"] == pytest.approx(24.8333, abs=1e-3)
     assert data["saved"] is None and len(data["hours"]) == 10 and data["clock"] == "recorded"
+    assert data["role_hours"].keys() == data["roles"].keys() and all(len(h) == 10 for h in data["role_hours"].values())
+    assert any(words.startswith("       0 ") and ", worker 0." in words for words in text.splitlines()), text
     drawn = picture(report)
     assert drawn.startswith("<svg") and drawn.count("<polyline") == 2 and "what has no known price" in drawn
     import xml.etree.ElementTree as tree

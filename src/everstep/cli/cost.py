@@ -74,6 +74,7 @@ class CostReport(msgspec.Struct, frozen=True):
             "restart": self.restart.as_dict() if self.restart is not None else None,
             "roles": {role: _sum(found) for role, found in costs.roles.items()},
             "hours": [_sum(found) for found in costs.hours],
+            "role_hours": {role: [_sum(found) for found in some] for role, some in costs.role_hours.items()},
             "nodes": {node: _sum(found) for node, found in costs.nodes.items()},
             "machines": [m._asdict() for m in self.machines],
             "unknown": costs.unknown,
@@ -163,11 +164,21 @@ def cost_lines(report: CostReport) -> list[str]:
     if costs.hours:
         lines.append("  by hour:")
         shown = costs.hours[:_HOURS_SHOWN]
-        lines += [f"    {n:>4} {h.seconds / HOUR_S:10.2f} node-hours  {_usd(h)}" for n, h in enumerate(shown)]
+        lines += [
+            f"    {n:>4} {h.seconds / HOUR_S:10.2f} node-hours  {_usd(h)}{_of_roles(costs, n)}"
+            for n, h in enumerate(shown)
+        ]
         if len(costs.hours) > len(shown):
             lines.append(f"    ... {len(costs.hours) - len(shown)} more hours (--json has all)")
     lines += [f"  unknown: {escaped(text)}: name it in a file of prices (--prices)" for text in costs.unknown]
     return lines
+
+
+def _of_roles(costs: Costs, hour: int) -> str:
+    """Return what each role has of an hour; "": nothing that has a price."""
+    found = {role: costs.role_hours[role][hour] for role in sorted(costs.role_hours, key=_ROLES.index)}
+    parts = [f"{role} {of.usd:.4f}" for role, of in found.items() if of.usd]
+    return f"  ({', '.join(parts)})" if parts else ""
 
 
 def _usd(of: NodeSum) -> str:

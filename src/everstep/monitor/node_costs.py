@@ -107,7 +107,8 @@ class NodeSum(msgspec.Struct):
 class Costs(msgspec.Struct):
     """Holds all sums. ``spent``: at the prices of the time. ``on_demand``: the same machines for the same time at
     on-demand prices. ``roles``: spent for master, ps, workers and nobody; ``hours``: spent in each hour since the job
-    began; ``nodes``: spent by node. ``unknown``: what has no price, in words."""
+    began; ``nodes``: spent by node. ``unknown``: what has no price, in words. ``role_hours``: spent for each role in
+    each hour, as many hours as ``hours``."""
 
     spent: NodeSum
     on_demand: NodeSum
@@ -115,6 +116,7 @@ class Costs(msgspec.Struct):
     hours: list[NodeSum]
     nodes: dict[NodeId, NodeSum]
     unknown: list[str]
+    role_hours: dict[str, list[NodeSum]] = {}
 
     @property
     def price_part(self) -> float | None:
@@ -146,6 +148,7 @@ def reckon(machines: Sequence[MachineSpan], members: Sequence[MemberSpan], book:
     roles: dict[str, NodeSum] = {}
     nodes: dict[NodeId, NodeSum] = {}
     hours: list[NodeSum] = []
+    role_hours: dict[str, dict[int, NodeSum]] = {}
     unknown: dict[str, None] = {}
     for machine in machines:
         for piece in _pieces(machine, [m for m in members if m.node == machine.node], book, at):
@@ -153,16 +156,19 @@ def reckon(machines: Sequence[MachineSpan], members: Sequence[MemberSpan], book:
             spent.add(seconds, piece.usd)
             on_demand.add(seconds, piece.on_demand)
             nodes.setdefault(machine.node, NodeSum()).add(seconds, piece.usd)
-            for role in piece.roles or (IDLE,):
-                roles.setdefault(role, NodeSum()).add(seconds / max(1, len(piece.roles)), piece.usd)
             hour = max(0, int(piece.begin // HOUR_S))
+            for role in piece.roles or (IDLE,):
+                share_s = seconds / max(1, len(piece.roles))
+                roles.setdefault(role, NodeSum()).add(share_s, piece.usd)
+                role_hours.setdefault(role, {}).setdefault(hour, NodeSum()).add(share_s, piece.usd)
             hours += [NodeSum() for _ in range(hour + 1 - len(hours))]
             hours[hour].add(seconds, piece.usd)
             if piece.usd is None:
                 unknown[f"{_words(machine)}: no {machine.market.value.replace('_', '-')} price"] = None
             if piece.on_demand is None:
                 unknown[f"{_words(machine)}: no on-demand price"] = None
-    return Costs(spent, on_demand, roles, hours, nodes, list(unknown))
+    full = {role: [some.get(n, NodeSum()) for n in range(len(hours))] for role, some in role_hours.items()}
+    return Costs(spent, on_demand, roles, hours, nodes, list(unknown), full)
 
 
 def _words(machine: MachineSpan) -> str:
