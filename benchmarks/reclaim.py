@@ -7,16 +7,25 @@ starts and recovery take real seconds. A job trains until so many machines were 
 ``exact``: share of jobs whose audit says that every sample counted exactly once. ``empty_s``: from a notice until no
 process runs on the node. ``goodput``: as ``everstep cost`` has it. It counts starts against machines that live for
 seconds, so it says how the two sides compare, not what a real job would have.
+
+``NMB.safe_s`` (p95 of the rounds): a ps with N MB of rows and optimizer state, which nobody else has, gets a notice of
+15 s; until all its partitions are owned elsewhere, while training goes on. ``NMB.mb_per_s``: what moved in that time.
+``NMB.over_wire``: that time over what the same bytes take through one plain connection of the loopback, from one
+thread to another; it has no limit but the memory of this machine. 500 and 2,000 MB; quick: 20 MB.
+``--only traces`` or ``--only notice``: one of the two parts.
 """
 
 from __future__ import annotations
 
+import argparse
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks._jobs import Job
-from benchmarks._measure import ROOT, Result, median, p95, say, spread
+from benchmarks._measure import ROOT, Result, each_round, median, p95, say, spread
+from benchmarks._notice import notice_to_safe
 from everstep.brain.events import CapacityChanged, Event, ProcessExited
 from everstep.cli.replay import JOURNAL_FILE
 from everstep.ids import NodeId
@@ -27,6 +36,9 @@ from everstep.storage.journal import read_journal
 
 TRACE = ROOT / "benchmarks" / "traces" / "spot" / "us-west-2c_v100_1.json.gz"
 LEAD_S = 5.0
+NOTICE_S = 15.0
+NOTICES = {500: 5, 2000: 3}  # MB of a ps: rounds
+NOTICES_QUICK = {20: 2}
 LIMIT_S = 900.0
 LOOK_S = 0.5
 SCRIPT = """
@@ -107,7 +119,39 @@ def _job(home: Path, mode: str, lead_s: float, quiet_s: float, reclaims: int) ->
         job.close()
 
 
-def run(quick: bool) -> Result:
+def run(quick: bool, arguments: Sequence[str] = ()) -> Result:
+    """Both parts, or one."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks reclaim")
+    parser.add_argument("--only", choices=("traces", "notice"))
+    only = parser.parse_args(arguments).only
+    parts = [part(quick) for name, part in (("notice", _notices), ("traces", _traces)) if only in (None, name)]
+    return {key: {k: v for part in parts for k, v in part[key].items()} for key in parts[0]}
+
+
+def _notices(quick: bool) -> Result:
+    """From a notice until nothing depends on the machine that goes."""
+    found: Result = {"figures": {}, "aims": {}, "holds": {}, "spread": {}}
+    with tempfile.TemporaryDirectory(prefix="everstep-notice-") as folder:
+        for state_mb, rounds in (NOTICES_QUICK if quick else NOTICES).items():
+            seen = []
+            for number in each_round(rounds):
+                seen.append(notice_to_safe(Path(folder) / f"{state_mb}-{number}", state_mb, NOTICE_S))
+                say(f"{state_mb} MB, round {number + 1}/{rounds}: {seen[-1]}")
+            values = {
+                "safe_s": [one.safe_s for one in seen],
+                "mb_per_s": [one.moved_bytes / one.safe_s / 1e6 for one in seen],
+                "over_wire": [one.over_wire for one in seen],
+            }
+            for name, some in values.items():
+                found["figures"][f"{state_mb}MB.{name}"] = p95(some) if name == "safe_s" else median(some)
+                found["spread"][f"{state_mb}MB.{name}"] = spread(some)
+            for name, aim, limit in (("safe_s", f"p95 < {NOTICE_S:g}", NOTICE_S), ("over_wire", "<= 1.2", 1.2)):
+                found["aims"][f"{state_mb}MB.{name}"] = aim
+                found["holds"][f"{state_mb}MB.{name}"] = found["figures"][f"{state_mb}MB.{name}"] <= limit
+    return found
+
+
+def _traces(quick: bool) -> Result:
     """Both modes, with notice and without."""
     reclaims, quiet_s = (6, 12.0) if quick else (50, 15.0)
     modes = ["ps"] if quick else list(MODES)
