@@ -6,18 +6,24 @@ random rows (dim 64, row-wise Adagrad), in units of the push itself without prot
 of a recovery of one of four: gigabytes of lost rows per second, with the contents made by the same core. ``dense`` and
 ``summed`` are a dense table (16 MB of values, Adam) whose mirror makes the updates again, and the same table as if
 it were a sparse one: CPU of owner and mirror beyond the push, over the push; bytes sent over those of the gradients.
+``acked`` and ``lag_30`` are all of the protection of pushes with uneven keys (dim 16, Zipf 1.1), over the push: one
+difference for each push, and one for 30; the push without protection takes turns with both
+(``everstep/cli/kernel_probe.py``). ``lag_30.distinct``: rows in that difference over rows pushed.
 """
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks._measure import Rounds, beside, interleaved, median, say, spread
+from everstep.cli.kernel_probe import ProbeLoad, probe_kernels
 from everstep.model.table import OptimizerKind, OptimizerSpec, TableSpec
 from everstep.native import BlobKind, Store, _native, unique_route
 
@@ -235,6 +241,12 @@ def run(quick: bool) -> dict[str, Any]:
         cpu, sent = _dense(name == "dense", rounds)
         figures[f"{name}_cpu_over_push"], figures[f"{name}_bytes_over_gradients"] = cpu, sent
         say(f"  {name} table: {cpu:.2f} x the CPU of the push, {sent:.2f} x the bytes of the gradients")
+    with tempfile.TemporaryDirectory(prefix="everstep-bench-") as folder:
+        uneven = probe_kernels(ProbeLoad(16, 8000, 30), Path(folder), total_s=10.0 if quick else 40.0)
+    for name, costs in (("acked", uneven.acked), ("lag_30", uneven.lag)):
+        figures[f"{name}_over_push"] = costs.protect_s / costs.push_s
+        say(f"  {name}: {figures[f'{name}_over_push']:.2f} x the push")
+    figures["lag_30.distinct"] = uneven.distinct
     holds = {
         "xor_of_memcpy": figures["xor_of_memcpy"] >= 0.8,
         "gf_of_memcpy": figures["gf_of_memcpy"] >= 0.8,

@@ -16,9 +16,8 @@ namespace {
 
 constexpr size_t kAhead = 8;  // rows whose lines are on their way
 
-void fetch(const Rows& rows, uint32_t slot) {
-  const uint8_t* at = rows.record(slot);
-  const size_t bytes = std::min<size_t>(rows.table().record_bytes, 1024);
+void fetch(const uint8_t* at, size_t width) {
+  const size_t bytes = std::min<size_t>(width, 1024);
   for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i);
   if (bytes) __builtin_prefetch(at + bytes - 1);
 }
@@ -48,8 +47,8 @@ void count_entries(const Rows& rows, size_t& n, size_t& toggled) {
   }
 }
 
-// The entries of a table: what its rows were, XOR what they are.
-void fill(Change& change, size_t part, const Rows& rows) {
+// The entries of a table: what its rows were, XOR what they are. `order`: of the baseline.
+void fill(Change& change, size_t part, const Rows& rows, const std::vector<uint32_t>& order) {
   const Baseline& base = rows.baseline;
   const size_t width = rows.table().record_bytes;
   Change::Place& place = change.place(part);
@@ -61,13 +60,16 @@ void fill(Change& change, size_t part, const Rows& rows) {
     return to;
   };
   if (!base.toggles()) {
-    for (size_t i = 0; i < base.count(); ++i) {
-      if (i + kAhead < base.count()) fetch(rows, base.slot(i + kAhead));
-      xor_bytes(put_old(i, false, 0), rows.record(base.slot(i)), width);
+    for (size_t k = 0; k < order.size(); ++k) {
+      if (k + kAhead < order.size()) {
+        fetch(rows.record(base.slot(order[k + kAhead])), width);
+        fetch(base.old(order[k + kAhead]), width);
+      }
+      xor_bytes(put_old(order[k], false, 0), rows.record(base.slot(order[k])), width);
     }
     return;
   }
-  for (size_t i = 0; i < base.count(); ++i) {
+  for (size_t i : order) {
     const uint32_t slot = base.slot(i);
     const bool used = rows.used(slot);
     if (base.was_free(slot)) {
@@ -127,10 +129,12 @@ bool Store::flush_locked(uint32_t b, Bucket& bucket) {
   marks.initialised.assign(bucket.open.initialised.begin(), bucket.open.initialised.end());
   std::vector<Change::Shape> shapes;
   std::vector<Rows*> changed;
+  std::vector<std::vector<uint32_t>> orders;
   for (auto& rows : bucket.rows) {
     if (rows->baseline.empty()) continue;
     changed.push_back(rows.get());
     rows->baseline.sort_keys();
+    orders.push_back(rows->baseline.by_slot());
     Change::Shape shape{&rows->table(), 0, 0};
     count_entries(*rows, shape.n, shape.n_toggled);
     shapes.push_back(shape);
@@ -138,7 +142,7 @@ bool Store::flush_locked(uint32_t b, Bucket& bucket) {
   Change change(outbox_);
   change.lay_out(b, bucket.seq, marks, shapes);
   for (size_t part = 0; part < changed.size(); ++part) {
-    fill(change, part, *changed[part]);
+    fill(change, part, *changed[part], orders[part]);
     changed[part]->baseline.clear();
   }
   change.commit();
