@@ -68,7 +68,7 @@ Figures = dict[str, float]
 
 def _back(s: float, part: Part) -> Figures:
     run, done, said, began, slow_at, well_at = _run(HALF, "nondedicated", s, part, [])
-    moves, backs = said.when("relieve the ps", slow_at), said.when("give buckets back", well_at)
+    moves, backs = said.when("relieve the ps", slow_at), said.when("give partitions back", well_at)
     moved, back = (said.moved(at[0]) if at else nan for at in (moves, backs))
     slow, well, end = slow_at - began, well_at - began, float(done[-1, 0])
     healthy = rate(done, 0.3 * slow, slow)

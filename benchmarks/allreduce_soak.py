@@ -113,7 +113,7 @@ def soak(name: str, kind: Kind, kills: int) -> dict[str, float]:
         step = step_s(records)
         gaps = [np.diff(s.at) for s in records if len(s.at) > 100]
         lost = [float(g[g > 10 * step].sum() / g.sum()) for g in gaps]
-        again = sum(int((s.again > s.at[0]).sum()) for s in records)  # (before that: a newcomer's rehearsal)
+        again = sum(int((s.again > s.at[0]).sum()) for s in records)  # (before that: a newcomer's warm-up step)
     return {
         "kills": float(done),
         "master_kills": float(masters),

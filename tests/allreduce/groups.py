@@ -92,20 +92,20 @@ class ScriptedSession:
         self.log: list[tuple[int, int, int, str]] = []
         self.leave_at = -1
         self._outcome = VoteOutcome.REDO
-        self.rehearse = self.rehearsing = False
+        self.warm_up = self.warming_up = False
 
-    def rehearsal(
+    def warm_up_step(
         self, dataset: int, until_epoch: int, plan: ShardSchedule, batch_samples: int, largest: int = 0
     ) -> StepAttempt | None:
-        self.rehearsing, self.rehearse = self.rehearse, False
-        cut = cut_step(self.position, plan, until_epoch, batch_samples, self.spec, 1) if self.rehearsing else None
+        self.warming_up, self.warm_up = self.warm_up, False
+        cut = cut_step(self.position, plan, until_epoch, batch_samples, self.spec, 1) if self.warming_up else None
         return cut and StepAttempt.of(
             msgspec.structs.replace(cut, micros=(cut.micros[0][:1],)), self.position, 1, 0, Alone()
         )
 
-    def rehearsed(self) -> None:
-        assert self.rehearsing
-        self.rehearsing = False
+    def warmed_up(self) -> None:
+        assert self.warming_up
+        self.warming_up = False
 
     def enter(self, dataset: int, until_epoch: int, plan: ShardSchedule, batch_samples: int, largest: int = 0) -> None:
         self.dataset, self.until, self.plan, self.batch = dataset, until_epoch, plan, batch_samples

@@ -93,4 +93,4 @@ def test_a_step_says_in_which_later_generation_everybody_was_known_to_have_it() 
     c.settle(2, generation=1)
     c.settle(4, generation=3)
     told = c.to_log()
-    assert [(r.first, r.last, r.generation, r.met) for r in told] == [(0, 1, 1, 0), (2, 3, 1, 3)]
+    assert [(r.first, r.last, r.generation, r.agreed) for r in told] == [(0, 1, 1, 0), (2, 3, 1, 3)]

@@ -381,7 +381,7 @@ def test_where_nccl_does_not_connect_at_one_the_next_attempt_is_without(
     monkeypatch.setattr(device_group, "place_of", lambda known: gpu(next(identities), 0))
     with connected() as group:
         assert [c.chosen.way for c in group] == [Way.STAGED] * 2
-        assert "by way of the host's memory" in group[0].said()
+        assert "by way of the host's memory" in group[0].describe()
 
 
 def test_a_member_that_is_lost_while_nccl_connects_is_nothing_against_nccl(

@@ -323,7 +323,7 @@ class World:
             entry = m.entry
             if entry is not None:
                 m.enter(entry)
-                self.met.discard(slot)
+                self.agreed.discard(slot)
         by_generation: dict[int, list[int]] = {}
         for slot, m in self.machines.items():
             if m.present is not None and m.whole and not m.let_go:
@@ -338,12 +338,12 @@ class World:
                 continue
             if {m.slot for m in present.members} != set(slots):
                 continue  # somebody is not there yet
-            if all(s in self.met for s in slots):
+            if all(s in self.agreed for s in slots):
                 self.vote(generation, slots)
             else:
                 self.meet(slots)
 
-    met: set[int]
+    agreed: set[int]
 
     def meet(self, slots: list[int]) -> None:
         words = [self.machines[s].word(self.step[s], 1) for s in slots]
@@ -356,7 +356,7 @@ class World:
         for s in slots:
             assert self.step[s] in (top, -1), f"{s} is at {self.step[s]}, others at {top}"
             self.step[s] = top  # a newcomer copies
-            self.met.add(s)
+            self.agreed.add(s)
 
     def vote(self, generation: int, slots: list[int]) -> None:
         step = self.step[slots[0]]
@@ -399,7 +399,7 @@ class World:
 def test_no_step_is_lost_or_done_twice_whatever_is_killed_in_mid_vote(block: int) -> None:
     for seed in range(block * 12, block * 12 + 12):
         world = World(seed)
-        world.met = set()
+        world.agreed = set()
         for slot in range(3):
             world.start(slot, 0)
         world.next_slot = 3

@@ -395,7 +395,7 @@ def test_a_newcomer_that_enters_at_the_end_of_the_last_loop_ends_it_with_the_oth
     assert [r.reason for r in b.runtime.said(GroupLeft)] == ["done"]
 
 
-def test_a_newcomer_rehearses_where_others_train_and_its_state_is_left_alone_meanwhile(
+def test_a_newcomer_warms_up_where_others_train_and_its_state_is_left_alone_meanwhile(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     followed: list[int] = []
@@ -405,20 +405,20 @@ def test_a_newcomer_rehearses_where_others_train_and_its_state_is_left_alone_mea
         state = State()
         return Session(Runtime(world, 2), state, Keeper(state))
 
-    assert newcomer().rehearsal(0, 1, world.plan, BATCH) is None  # nobody trains
+    assert newcomer().warm_up_step(0, 1, world.plan, BATCH) is None  # nobody trains
     group = world.publish(0, 1)
     one = newcomer()
-    step = one.rehearsal(0, 1, world.plan, BATCH)
+    step = one.warm_up_step(0, 1, world.plan, BATCH)
     assert step is not None and (step.size, len(step.micros), step.generation) == (1, 1, group.generation)
-    assert one.rehearsal(0, 0, world.plan, BATCH) is None  # no epoch of it is left
-    assert one.rehearsal(0, 1, world.plan, BATCH) is not None
+    assert one.warm_up_step(0, 0, world.plan, BATCH) is None  # no epoch of it is left
+    assert one.warm_up_step(0, 1, world.plan, BATCH) is not None
     me = GroupMember(Slot(2), Incarnation(1), NodeId("node0"))
     one.grouped(msgspec.structs.replace(group, joining=(me,)))
     assert not followed
-    one.rehearsed()
+    one.warmed_up()
     assert followed == [group.generation]
     for waiting in (world.publish(0, 1, hold="not enough"), world.publish(0, 1, 2)):
-        assert newcomer().rehearsal(0, 1, world.plan, BATCH) is None, waiting  # somebody waits for it
+        assert newcomer().warm_up_step(0, 1, world.plan, BATCH) is None, waiting  # somebody waits for it
 
 
 def test_a_newcomer_that_is_the_last_one_left_tells_its_steps(world: World) -> None:
@@ -504,7 +504,7 @@ def test_a_script_that_ended_with_a_copied_state_waits_until_the_journal_has_it(
         return answers.pop(0)
 
     monkeypatch.setattr(member.runtime, "call", call)
-    monkeypatch.setattr(member.session, "_met_at", 7)
+    monkeypatch.setattr(member.session, "_agreed_at", 7)
     with pytest.raises(PlatformError, match="are void"):
         member.session.close()
     assert said == [GroupLeft(LeaveReason.DONE, 1, 7)] * 3
@@ -518,7 +518,7 @@ def test_a_step_of_an_older_group_is_told_with_the_generation_in_which_everybody
     session = member.session
     session.commits.done(Committed(0, 90, 90, 0, 0, 0, 1))
     session._settle(91)
-    assert [(c.first, c.met) for c in session.commits.to_log()][-1] == (90, 1)
+    assert [(c.first, c.agreed) for c in session.commits.to_log()][-1] == (90, 1)
 
 
 def test_a_group_has_met_only_when_the_ps_have_what_its_state_has(world: World) -> None:
@@ -529,16 +529,16 @@ def test_a_group_has_met_only_when_the_ps_have_what_its_state_has(world: World) 
     world.publish(0, 1)
     world.reached(3, 0, 1)
     session = b.session  # (held by the other one, between two steps)
-    world.wait(lambda: session._said_met == 1)
+    world.wait(lambda: session._reported_agreed == 1)
     with session._changed:
-        session._met_at, session._said_met = 3, 0
+        session._agreed_at, session._reported_agreed = 3, 0
         told, session.commits.confirmed = session.commits.confirmed, 2
         session.tables = tables = SimpleNamespace(pushed=2, survey=lambda *args: 0)  # type: ignore[assignment]
     said = len(b.runtime.said(GroupSynced))
-    session._say_met()
+    session._report_agreed()
     assert len(b.runtime.said(GroupSynced)) == said
     tables.pushed = 3
-    session._say_met()
+    session._report_agreed()
     assert len(b.runtime.said(GroupSynced)) == said + 1
     session.tables = None
     session.commits.confirmed = told  # (what its ballot says of them, the other one does not tell any more)

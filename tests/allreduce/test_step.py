@@ -93,33 +93,33 @@ def test_a_redone_step_leaves_no_trace() -> None:
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize("parts", [0, 4])
-def test_a_rehearsal_leaves_no_trace(parts: int) -> None:
+def test_a_warm_up_step_leaves_no_trace(parts: int) -> None:
     """Who joins runs one iteration before it enters; its backward votes nothing, its opt.step() does nothing."""
 
-    def rehearsing(member: Member) -> Any:
-        member.session.rehearse = True
+    def warming_up(member: Member) -> Any:
+        member.session.warm_up = True
         found = everything(member)
-        assert not member.session.rehearse and not member.session.rehearsing
+        assert not member.session.warm_up and not member.session.warming_up
         assert not member.engine.redone and member.engine.samples == 48
         return found
 
     spec = JobSpec(workers=2, logical_workers=parts)
     state, average, rates = run_group(2, spec, everything)[0]
-    result = run_group(2, spec, rehearsing)[0]
+    result = run_group(2, spec, warming_up)[0]
     same(result[0], state)
     same(result[1], average)
     assert result[2] == rates
 
 
-def test_a_script_that_leaves_its_loop_in_the_rehearsal() -> None:
+def test_a_script_that_leaves_its_loop_in_the_warm_up_step() -> None:
     def script(member: Member) -> State:
-        member.session.rehearse = True
+        member.session.warm_up = True
         model = member.replicate(net(norm=True))
         member.optimizer(adam(model))
         for one in member.steps(ListLoader(data(), 8)):
             loss_of(model, one).backward()
             break
-        assert not member.session.rehearsing
+        assert not member.session.warming_up
         return values(model)
 
     same(run_group(2, JobSpec(workers=2), script)[0], values(net(norm=True)))

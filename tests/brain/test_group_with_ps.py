@@ -155,7 +155,7 @@ def test_a_partition_that_goes_back_takes_everybody_back() -> None:
     out = job.lose(1)
     assert {i.slot for i in out if isinstance(i, StopProcess)} == {0, 1}
     assert not any(isinstance(i, PublishPlacement) for i in out), (
-        "first they end: nobody pushes to a bucket that went back"
+        "first they end: nobody pushes to a partition that went back"
     )
     later: list[InstructionType] = []
     for slot in (0, 1):

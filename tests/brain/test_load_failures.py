@@ -92,8 +92,8 @@ def test_the_first_time_another_one_tries() -> None:
 
 def test_the_second_time_it_is_set_aside() -> None:
     story = Story()
-    story.fails(1, "bucket 1: its marks are of another kind")
-    story.fails(1, "bucket 1: its marks are still of another kind")
+    story.fails(1, "partition 1: its marks are of another kind")
+    story.fails(1, "partition 1: its marks are still of another kind")
     assert story.brain.checkpoints.aside == 7
     assert story.error.startswith("checkpoint 7 is set aside, it could not be loaded 2 times: ps:")
     assert "still of another kind" in story.error and "everstep resume --checkpoint N" in story.error

@@ -278,7 +278,7 @@ def moves_until_safe(job: Job, going: set[Slot]) -> int:
 def test_of_two_nodes_that_go_at_once_what_only_they_have_moves_first() -> None:
     """Both are gone before they are empty. What only they had had moved by then, and the rest comes back."""
     job, going = warned(True)
-    assert any("of its buckets have no complete copy elsewhere, and move first" in note for note in job.notes)
+    assert any("of its partitions have no complete copy elsewhere, and move first" in note for note in job.notes)
     moved = moves_until_safe(job, going)
     assert moved < moves_until_safe(*warned(False)), "earlier brains moved more before that"
     placement = job.brain.placement
@@ -296,4 +296,4 @@ def test_what_was_not_safe_in_time_is_said() -> None:
         job.tell(said.DrainAsked(node, 1.0))
     job.tell(NodeLost(B, "it is gone"))
     (note,) = [n for n in job.notes if "not emptied in time" in n][:1]
-    assert "buckets had not moved in time" in note and "; 0 of them" not in note, note
+    assert "partitions had not moved in time" in note and "; 0 of them" not in note, note

@@ -139,7 +139,7 @@ def test_partitions_move_also_when_a_ps_was_drained_and_its_slot_stays_empty() -
     kill = KillRestart(role=Role.PS, slot=Slot(2), incarnation=ONE)
     assert not follow(brain, 10.5, kill), "it would come back, and was to go for good"
     move = MovePartitions(owners={PartitionId(0): Slot(1)})
-    assert not follow(brain, 11.0, move), "buckets are under way"
+    assert not follow(brain, 11.0, move), "partitions are under way"
     assert brain.placement is not None
     for mirror in brain.placement.mirrors:
         brain.handle(Event(12.0, MirrorsReady((mirror.id,)), by_ps(mirror.at, ONE)))
@@ -155,7 +155,7 @@ def test_partitions_move_also_when_a_ps_was_drained_and_its_slot_stays_empty() -
 def test_a_restart_for_which_there_is_no_place_costs_no_budget() -> None:
     brain = job(ps=1)
     kill = KillRestart(role=Role.PS, slot=Slot(0), incarnation=ONE)
-    assert not follow(brain, 10.0, kill), "nobody could take its buckets"
+    assert not follow(brain, 10.0, kill), "nobody could take its partitions"
     assert (brain.state.control.restarts, brain.state.control.restarted_at) == (0, 0.0)
     assert follow(brain, 11.0, KillRestart(role=Role.WORKER, slot=Slot(1), incarnation=ONE))
     assert brain.state.control.restarts == 1

@@ -119,14 +119,14 @@ class World:
         if self.held(partition):
             return
         ps = self.owner(partition)
-        assert ps is not None, f"bucket {partition} is given to one that is not there"
+        assert ps is not None, f"partition {partition} is given to one that is not there"
         if ps.has.get(partition) == "kept":
             return
         if (partition, 0) in placement.snapshots:  # it begins empty: only ever with whom it was given to first
             assert self.first.setdefault(partition, (ps.slot, ps.incarnation)) == (ps.slot, ps.incarnation)
             return
         mirrors = [m for m in placement.mirrors_of(partition) if m.at == ps.slot and m.id in ps.whole]
-        assert mirrors, f"bucket {partition} is given to ps:{ps.slot}, which has no complete mirror of it"
+        assert mirrors, f"partition {partition} is given to ps:{ps.slot}, which has no complete mirror of it"
         if any(len(m.members) == 1 for m in mirrors):
             return
         mirror = mirrors[0]

@@ -63,7 +63,7 @@ class World:
         keys = [key for key in self.shards.releasing if self.rng.random() < 0.5]
         for key in self.shards.release(keys):
             ends = {marks.pop(key) for marks in self.marks}
-            assert len(ends) == 1, "released, and the buckets differ"
+            assert len(ends) == 1, "released, and the partitions differ"
             self.forgotten[key] = ends.pop()
 
     def fall_back(self) -> None:

@@ -304,10 +304,10 @@ class Story:
                 left = GroupLeft(LeaveReason(named.get("reason", "asked")), *of)
                 return Event(at, left, by_worker(slot, incarnation))
             case "commit":
-                skipped, met = _spans(named.get("skipped", "")), int(named.get("met", 0))
+                skipped, agreed = _spans(named.get("skipped", "")), int(named.get("agreed", 0))
                 return Event(
                     at,
-                    StepsCommitted(tuple(_committed(text, skipped, met) for text in plain[1:])),
+                    StepsCommitted(tuple(_committed(text, skipped, agreed) for text in plain[1:])),
                     by_worker(slot, incarnation),
                 )
         silent = tuple(Slot(int(s)) for s in named.get("silent", "").split(",") if s)
@@ -437,14 +437,14 @@ def _spans(text: str) -> tuple[tuple[int, int], ...]:
     return tuple((int(lo), int(hi)) for lo, hi in spans)
 
 
-def _committed(text: str, skipped: tuple[tuple[int, int], ...], met: int) -> Committed:
-    """``g2:5..7:e0:40-64``: steps 5 to 7 of generation 2. ``met=4``: all were known to have them in generation 4."""
+def _committed(text: str, skipped: tuple[tuple[int, int], ...], agreed: int) -> Committed:
+    """``g2:5..7:e0:40-64``: steps 5 to 7 of generation 2. ``agreed=4``: all were known to have them in generation 4."""
     generation, steps, epoch, span = text.split(":")
     first, _, last = steps.partition("..")
     lo, _, hi = span.partition("-")
     dataset, _, number = epoch.rpartition("e")
     place = int(dataset[1:] or 0), int(number), int(lo), int(hi)
-    return Committed(int(generation[1:]), int(first), int(last or first), *place, skipped, met=met)
+    return Committed(int(generation[1:]), int(first), int(last or first), *place, skipped, agreed=agreed)
 
 
 def _action(verb: str, words: list[str]) -> Action:

@@ -94,7 +94,8 @@ def test_a_death_the_new_placement_and_the_new_process_are_one_chain(tmp_path: P
     lines = list(chain(tmp_path, died))
     assert f"event {died}: ps:1 #1 ended: it was killed by SIGKILL" in lines[0]
     whole = "\n".join(lines)
-    order = ["ps:1: lost", "recover buckets", "ps:1: restart", f"event {got}: ps:0 #1", f"event {back}: ps:1 #2 joined"]
+    order = ["ps:1: lost", "recover partitions", "ps:1: restart"]
+    order += [f"event {got}: ps:0 #1", f"event {back}: ps:1 #2 joined"]
     at = [whole.index(words) for words in order]
     assert at == sorted(at), whole
     from_the_end = "\n".join(chain(tmp_path, back))
@@ -117,7 +118,7 @@ def test_chains_of_a_journal_of_before_are_found(tmp_path: Path) -> None:
     text = "\n".join(explain(tmp_path))
     assert "(ps:1 #2 joined)" in text and "which came of event 68 (ps:1 #1 ended: it was killed by SIGKILL)" in text
     whole = "\n".join(chain(tmp_path, 68))
-    assert whole.index("job: recover buckets") < whole.index("ps:1: restart") < whole.index("ps:1 #2 joined")
+    assert whole.index("job: recover partitions") < whole.index("ps:1: restart") < whole.index("ps:1 #2 joined")
 
 
 def test_few_causes_are_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

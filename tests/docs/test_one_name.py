@@ -55,6 +55,7 @@ def test_no_two_unrelated_files_have_one_name() -> None:
 
 OLD_WORDS = {
     "bucket": "partition",
+    "cursor": "position",
     "draft": "builder (PlacementBuilder)",
     "drag": "slowdown",
     "drill": "fault (made by chaos)",
@@ -66,12 +67,21 @@ OLD_WORDS = {
     "mate": "follower",
     "pacing": "step scheduler",
     "portion": "batch share",
+    "rehearsal": "warm-up step",
+    "said": "reported, announced, or what it is",
     "seat": "record (SlotRecord) or runtime (WorkerRuntime)",
+    "settled": "committed everywhere",
+    "tape": "step log",
+    "told": "reported, announced, or what it is",
 }
 """Words that code had for things of the glossary: they are in no name of a file, class, function or variable."""
 
 OLD_NAMES = {
     "FOLD": "RECONSTRUCT",
+    "Mark": "Position",
+    "Packed": "SerializedState",
+    "PackedHeader": "SerializedHeader",
+    "Settled": "BatchFinished",
     "Tails": "RetainedLog",
     "Torn": "MirrorDiscarded",
     "Want": "FetchContents",
@@ -89,6 +99,7 @@ OLD_NAMES = {
 
 STILL = {
     "image": (r"cli/(main|cluster_job)\.py", r"platforms/kubernetes/.*"),  # of a container
+    "told": (r"ps/mirror_server\.py",),  # a name of the kernels in C++
     "bucket": (
         r"allreduce/(gradient_buckets|reducer|unit_reducer|logical|sharded)\.py",  # they are called so everywhere
         r"pipeline/stage_reducer\.py",

@@ -183,7 +183,7 @@ def _messages() -> dict[str, tuple[Any, list[bytes]]]:
         ),
         "answer": (data._answer_decoder, [encode(wire.LogTaken()), encode(wire.Moved(7)), encode(wire.Bad("text"))]),
         "unit": (units._decoder, [encode(units.Summed(7)), encode(units.Sum())]),
-        "address": (store._said_decoder, [encode(said)]),
+        "address": (store._entry_decoder, [encode(said)]),
     }
 
 

@@ -201,7 +201,7 @@ def test_a_ps_whose_mirrors_lag_is_emptied_and_loses_nothing(run: Run) -> None:
     run.trained(3000)
     code, out = run.everstep("drain", str(run.run_dir), "ps:1", "--deadline", "30s")
     assert code == 0, out
-    until(lambda: "switch buckets" in (run.run_dir / "events.jsonl").read_text(), why=run.story)
+    until(lambda: "switch partitions" in (run.run_dir / "events.jsonl").read_text(), why=run.story)
     report = check(run)
     assert report.counts["promoted"] > 0 and report.counts["void"] == 0
 
@@ -224,7 +224,7 @@ def test_a_ps_is_emptied_on_request(run: Run) -> None:
     run.trained(3000)
     code, out = run.everstep("drain", str(run.run_dir), "ps:1", "--deadline", "30s")
     assert code == 0, out
-    until(lambda: "switch buckets" in (run.run_dir / "events.jsonl").read_text(), why=run.story)
+    until(lambda: "switch partitions" in (run.run_dir / "events.jsonl").read_text(), why=run.story)
     report = check(run)
     assert report.counts["promoted"] > 0 and report.counts["void"] == 0
 
@@ -306,12 +306,12 @@ def test_hot_partitions_move_away_from_the_ps_that_has_too_much_to_do(
     run.script.write_text(HOT)
     run.start("--workers", "1", "--ps", "3")
     events = run.run_dir / "events.jsonl"
-    until(lambda: events.exists() and "move hot buckets" in events.read_text(), 120, run.story)
-    until(lambda: "switch buckets" in events.read_text(), 60, run.story)
+    until(lambda: events.exists() and "move hot partitions" in events.read_text(), 120, run.story)
+    until(lambda: "switch partitions" in events.read_text(), 60, run.story)
     code, out = run.everstep("stop", str(run.run_dir))
     assert code == 0 and run.wait() == 0, out
     code, out = run.everstep("explain", str(run.run_dir))
-    assert "move hot buckets" in out, out
+    assert "move hot partitions" in out, out
     report = audit(run.run_dir)
     assert report.ok and report.counts["promoted"] > 0, report.text()
 

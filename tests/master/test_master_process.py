@@ -291,7 +291,7 @@ def test_a_lost_ps_ends_the_job_with_one_clear_line(stage: Stage) -> None:
     assert agent.call(ProcessExited(Role.PS, Slot(1), ONE, -9)) == Ok()
     told = worker.order(FinishJob)
     assert told.exit_code == 4
-    assert "ps:1 was lost" in told.error and "2 of 4 buckets" in told.error and "last export" in told.error
+    assert "ps:1 was lost" in told.error and "2 of 4 partitions" in told.error and "last export" in told.error
     assert "\n" not in told.error
     stage.clients[1].control.close()
     assert master.wait(LONG_S) == 0

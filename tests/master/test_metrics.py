@@ -124,7 +124,7 @@ def test_a_new_master_goes_on_with_what_the_last_one_told(tmp_path: Path) -> Non
     text = b"".join(msgspec.json.encode(line) + b"\n" for line in told) + b'{"at":5.0,"samp'
     (tmp_path / METRICS_FILE).write_bytes(b'ples_done":7}\n' + text)  # both ends cut
     readings = Readings(tmp_path)
-    assert (readings.samples_told, readings.values, readings.batches_retried) == (90, {"loss": 0.5}, 3)
+    assert (readings.samples_reported, readings.values, readings.batches_retried) == (90, {"loss": 0.5}, 3)
 
 
 @pytest.mark.parametrize(("value", "text"), [(1.0, "1"), (0.5, "0.5"), (float("inf"), "+Inf"), (1e300, "1e+300")])

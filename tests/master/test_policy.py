@@ -317,7 +317,7 @@ A, B = Slot(0), Slot(1)
         ([AdjustRate(factor=0.0)], "above 0"),
         ([BackupWorkers(backup=1)], "BACKUP_WORKERS: mode allreduce (sync) has no quorum"),
         ([MovePartitions(owners={PartitionId(0): Slot(3)})], "ps:3 is not there"),
-        ([MovePartitions(owners={PartitionId(9): A})], "no bucket 9"),
+        ([MovePartitions(owners={PartitionId(9): A})], "no partition 9"),
         ([Scale(workers=0)], "0 workers"),
         ([Scale(workers=3), Scale(workers=4)], "SCALE twice"),
         ([KillRestart(role=Role.WORKER, slot=slot, incarnation=ONE) for slot in (A, B)], "KILL_RESTART twice"),

@@ -39,18 +39,18 @@ NEWS = st.one_of(
 
 def test_a_machine_comes_is_warned_and_goes() -> None:
     fleet = Fleet()
-    assert fleet.told(GRANT) == [Remember(GRANT, CapacityStep.GRANTED), StartAgent(GRANT, 0)]
-    assert fleet.told(Warned(NODE, 30.0)) == [Remember(GRANT, CapacityStep.WARNED), WarnAgent(NODE, 30.0)]
-    assert fleet.told(Warned(NODE, 20.0)) == []
+    assert fleet.handle(GRANT) == [Remember(GRANT, CapacityStep.GRANTED), StartAgent(GRANT, 0)]
+    assert fleet.handle(Warned(NODE, 30.0)) == [Remember(GRANT, CapacityStep.WARNED), WarnAgent(NODE, 30.0)]
+    assert fleet.handle(Warned(NODE, 20.0)) == []
     assert fleet.ended(NODE, 143, 5.0) == []  # it goes: nobody starts it again
-    assert fleet.told(Gone(NODE)) == [StopAgent(NODE), Remember(GRANT, CapacityStep.TAKEN_BACK)]
-    assert fleet.told(GRANT) == [Remember(GRANT, CapacityStep.GRANTED, life=1), StartAgent(GRANT, 1)]
+    assert fleet.handle(Gone(NODE)) == [StopAgent(NODE), Remember(GRANT, CapacityStep.TAKEN_BACK)]
+    assert fleet.handle(GRANT) == [Remember(GRANT, CapacityStep.GRANTED, life=1), StartAgent(GRANT, 1)]
     assert fleet.over() == [ReleaseMachine(NODE)] and fleet.held == ()
 
 
 def test_a_machine_that_the_job_has_emptied_is_given_back_once() -> None:
     fleet = Fleet()
-    fleet.told(GRANT)
+    fleet.handle(GRANT)
     assert fleet.unwanted(NODE) == [
         StopAgent(NODE),
         ReleaseMachine(NODE),
@@ -61,7 +61,7 @@ def test_a_machine_that_the_job_has_emptied_is_given_back_once() -> None:
 
 def test_an_agent_that_ends_again_and_again_gives_its_machine_back() -> None:
     fleet = Fleet()
-    fleet.told(GRANT)
+    fleet.handle(GRANT)
     for n in range(1, STARTS):
         complaint, start = fleet.ended(NODE, 1, 2.0)
         assert isinstance(complaint, Complain) and isinstance(start, StartAgent)
@@ -79,7 +79,7 @@ def test_agents_and_machines_stay_together(steps: list[CapacityNews | tuple[str,
     started: set[str] = set()
     lives: dict[str, list[int]] = {}
     for step in steps:
-        actions = fleet.ended(NodeId(step[0]), *step[1:]) if isinstance(step, tuple) else fleet.told(step)
+        actions = fleet.ended(NodeId(step[0]), *step[1:]) if isinstance(step, tuple) else fleet.handle(step)
         for action in actions:
             match action:
                 case StartAgent(grant, life, after_s):

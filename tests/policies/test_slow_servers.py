@@ -46,7 +46,7 @@ def test_a_ps_that_is_well_again_gets_its_partitions_back(fixed: float) -> None:
     job.run(62)
     assert job.count(0) == few <= 6, "not for a moment"
     job.run(100)
-    assert [plan.decision.action for at, plan in job.plans if at >= 60] == ["give buckets back"]
+    assert [plan.decision.action for at, plan in job.plans if at >= 60] == ["give partitions back"]
     assert job.count(0) >= 15
     plans = len(job.plans)
     job.run(200)

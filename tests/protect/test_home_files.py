@@ -138,10 +138,10 @@ def test_logs_come_as_they_grow_and_what_was_told_stays(home: Home, tmp_path: Pa
 def test_who_is_there_and_owes_logs_is_waited_for_and_who_is_gone_is_not(tmp_path: Path) -> None:
     now = [100.0]
     files = HomeFiles({}, tmp_path, now=lambda: now[0])
-    from everstep.net.messages import LogsTold
+    from everstep.net.messages import LogsReported
 
-    files.handle(LogsTold("b", False), memoryview(b""), None)
-    files.handle(LogsTold("c", True), memoryview(b""), None)
+    files.handle(LogsReported("b", False), memoryview(b""), None)
+    files.handle(LogsReported("c", True), memoryview(b""), None)
     assert files.wait(0.0) == ("b",)
     now[0] += 60.0
     assert files.wait(0.0) == ()

@@ -110,7 +110,7 @@ def test_leases_held_ahead_do_not_expire_while_their_worker_gets_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mix", "seed", "says_met"),
+    ("mix", "seed", "reports_agreed"),
     [
         ("group", 5236, False),
         ("hybrid", 463, False),
@@ -126,12 +126,12 @@ def test_leases_held_ahead_do_not_expire_while_their_worker_gets_on() -> None:
     ],
 )
 def test_a_seed_that_found_a_defect(
-    mix: str, seed: int, says_met: bool | None, monkeypatch: pytest.MonkeyPatch
+    mix: str, seed: int, reports_agreed: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each has a story of its own elsewhere: ``group_end_of_a_lost_line``, ``group_leaver_cut_off``,
     ``group_leaver_behind``, ``chief_asked_late`` (transcripts), in ``tests/protect/test_machine.py`` and
     ``tests/allreduce/test_session.py``. Of three the simulator was wrong: 10265, who connects for a new group waits
     anew; 5652 and 10102, a ps that dies with the last step has not told its mirrors which shards were released."""
-    monkeypatch.setattr(GroupWorker, "says_met", says_met)
+    monkeypatch.setattr(GroupWorker, "reports_agreed", reports_agreed)
     scenario_of, _, run = MIXES[mix]
     run(seed, scenario_of(seed))

@@ -63,7 +63,7 @@ def test_who_is_sent_home_is_told_again_when_its_agent_did_not_hear() -> None:
 
 @pytest.mark.parametrize("seed", (*FOUND, *FOUND_SINCE))
 def test_seeds_that_found_something(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GroupWorker, "says_met", False)
+    monkeypatch.setattr(GroupWorker, "reports_agreed", False)
     run(seed)
 
 

@@ -92,7 +92,7 @@ S0, S1, NEXT = (shard_key(0, e, i) for e, i in [(0, 0), (0, 1), (1, 0)])
         (lambda t: t.opens(0, S0, LeaseNo(4)), "after the later"),
         (lambda t: t.opens(0, NEXT, LeaseNo(6)), "of epoch 1 opened"),
         (lambda t: t.is_done(S0, LeaseNo(5)), "lacks position 5"),
-        (lambda t: t.acknowledges(0, (0, 1), S0, 0, 5), "bucket 1 lacks"),
+        (lambda t: t.acknowledges(0, (0, 1), S0, 0, 5), "partition 1 lacks"),
         (lambda t: t.releases(0, (S0,)), "before it was done"),
         (lambda t: t.grants(0, 1, 7, Lease(LeaseNo(9), S1, 10, 20), True), "answered with"),
         (lambda t: t.confirms(Lease(LeaseNo(4), S0, 0, 10), True), "fenced it"),

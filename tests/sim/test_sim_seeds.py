@@ -56,10 +56,10 @@ def test_a_master_that_is_killed_without_end_loses_nothing() -> None:
 
 
 def test_every_kind_of_fault_is_met() -> None:
-    met = {fault for seed in range(200) for _, fault in random_scenario(seed).faults}
+    agreed = {fault for seed in range(200) for _, fault in random_scenario(seed).faults}
     from everstep.sim.scenario import FAULTS
 
-    assert met == set(FAULTS)
+    assert agreed == set(FAULTS)
 
 
 def test_tracing_changes_nothing_and_tells_the_story() -> None:

@@ -197,11 +197,11 @@ def test_explain_gives_reasons(tmp_path: Path) -> None:
     why = Decision("scale", "worker:0 is slow", {"worker:0": "9 ms"})
     write(tmp_path / "journal.sqlite", [*story(2), Event(9.0, PlanMade("mine:own", Plan(actions=(), decision=why)))])
     text = "\n".join(explain(tmp_path))
-    assert "place buckets: all 1 ps have joined" in text
+    assert "place partitions: all 1 ps have joined" in text
     assert "epoch finished: 'd' epoch 0: all 2 shards are done" in text
     worker = "\n".join(explain(tmp_path, "worker:0"))
     assert "start: the job wants this worker" in worker
-    assert "place buckets" not in worker
+    assert "place partitions" not in worker
     assert "scale: worker:0 is slow" in worker and "worker:0=9 ms" in worker, "its numbers led to it"
     with pytest.raises(ConfigError, match="worker:7 is not part of this job"):
         list(explain(tmp_path, "worker:7"))

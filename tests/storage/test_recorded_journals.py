@@ -48,7 +48,7 @@ def test_a_recorded_job_gives_the_same_instructions(name: str, run_dir: Path) ->
     entries = list(read_journal(run_dir / "journal.sqlite"))
     brain = Brain()
     for entry, old in zip(entries, wanted, strict=True):
-        assert in_shape(brain.handle(entry.event), SHAPES_2) == old, entry.event
+        assert in_shape(brain.handle(entry.event), SHAPES_2, words=True) == old, entry.event
     with JournalReader(run_dir / "journal.sqlite") as reader:  # (the audit's)
         reader.advance()
         assert reader.fold.brain.snapshot() == brain.snapshot()
@@ -56,7 +56,7 @@ def test_a_recorded_job_gives_the_same_instructions(name: str, run_dir: Path) ->
     for seq, dump in unpacked(f"{name}.dumps.gz"):  # and from a dump of then, the same again
         brain = Brain.restore(dump)
         for entry, old in zip(entries[seq:], wanted[seq:], strict=True):
-            assert in_shape(brain.handle(entry.event), SHAPES_2) == old, (seq, entry.event)
+            assert in_shape(brain.handle(entry.event), SHAPES_2, words=True) == old, (seq, entry.event)
 
 
 def test_every_recorded_story_gives_the_same_instructions() -> None:
@@ -69,7 +69,7 @@ def test_every_recorded_story_gives_the_same_instructions() -> None:
             event = decode_event(raw)
             kinds.add(type(event.fact))
             got = brain.handle(event)
-            assert agrees(got, digest, SHAPES_2) and in_shape(got, SHAPES_2) == old, f"{name}: {event}"
+            assert agrees(got, digest, SHAPES_2) and in_shape(got, SHAPES_2, words=True) == old, f"{name}: {event}"
             assert restored is None or restored.handle(event) == got, f"{name}: {event}"
     assert len(kinds) == 33
 

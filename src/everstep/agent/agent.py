@@ -203,7 +203,7 @@ class Agent:
         self._errors = ScriptErrors(self._say, spec.script_retries)
         self._asked_to_stop = False
         self._leaving = False
-        self._told_over = False  # by the master: ps here end by themselves
+        self._knows_the_end = False  # by the master: ps here end by themselves
         self._closed = False
         self._parent_fd = -1
         self._work: collections.deque[Callable[[], None]] = collections.deque()
@@ -782,7 +782,7 @@ class Agent:
             case StopProcess():
                 self._end(order)
             case FinishJob():
-                self._told_over = True
+                self._knows_the_end = True
                 self._finish(order.exit_code, order.error)
             case SignalProcess():
                 self._signal(order)
@@ -1021,7 +1021,7 @@ class Agent:
             if entry.status is None and entry.role == Role.WORKER:
                 self._terminate(entry, self.within(WORKER_GRACE_S))
             elif entry.status is None:
-                by_itself = has_master or self._told_over
+                by_itself = has_master or self._knows_the_end
                 self._after(
                     self.within(PS_GRACE_S) if by_itself else 0.0, partial(self._terminate, entry, KILL_AFTER_S)
                 )

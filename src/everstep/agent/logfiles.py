@@ -69,7 +69,7 @@ class DiskWatch:
 
     def __init__(self, run_dir: Path, wait_s: float, say: Callable[[str], None]) -> None:
         self._run_dir, self._wait_s, self._say = run_dir, wait_s, say
-        self._full_since = self._said_at = 0.0
+        self._full_since = self._warned_at = 0.0
 
     def __repr__(self) -> str:
         return f"<DiskWatch {'full' if self._full_since else 'space'}>"
@@ -83,13 +83,13 @@ class DiskWatch:
             self._full_since = 0.0
             return
         if not self._full_since:
-            self._full_since, self._said_at = now, 0.0
+            self._full_since, self._warned_at = now, 0.0
             give_way(logs)
             if not disk_is_full(self._run_dir):
                 self._full_since = 0.0
                 return
-        if now - self._said_at >= SAY_AGAIN_S or not self._said_at:
-            self._said_at = now
+        if now - self._warned_at >= SAY_AGAIN_S or not self._warned_at:
+            self._warned_at = now
             left_s = max(0.0, self._wait_s - (now - self._full_since))
             self._say(
                 f"no space left on the disk of {self._run_dir}: nothing can be recorded. Training goes on as far as it "

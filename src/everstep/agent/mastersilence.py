@@ -77,7 +77,7 @@ class Hung:
     def __init__(self, say_s: float, replace_s: float) -> None:
         self._say_s, self._replace_s = say_s, replace_s
         self._silence = _Silence()
-        self._said = False
+        self._announced = False
         self.silent_s = 0.0
 
     def __repr__(self) -> str:
@@ -87,13 +87,13 @@ class Hung:
         """``greeted``: this very master has answered before: one that starts has a journal to read."""
         silent_s = self._silence.of(at, unheard_s) if greeted else 0.0
         if silent_s < self._say_s:
-            said, self._said = self._said, False
-            return SilenceStep.BACK if said and greeted else SilenceStep.NOTHING
+            announced, self._announced = self._announced, False
+            return SilenceStep.BACK if announced and greeted else SilenceStep.NOTHING
         self.silent_s = silent_s
         if silent_s >= self._replace_s:
-            self._said = False
+            self._announced = False
             return SilenceStep.REPLACE
-        if not self._said:
-            self._said = True
+        if not self._announced:
+            self._announced = True
             return SilenceStep.SAY
         return SilenceStep.NOTHING

@@ -54,7 +54,7 @@ class Commits:
             while self._done and self._done[0].last < before:
                 committed = self._done.popleft()
                 if committed.generation < generation:  # (who left the group in between may lack it)
-                    committed = msgspec.structs.replace(committed, met=generation)
+                    committed = msgspec.structs.replace(committed, agreed=generation)
                 self._everywhere.append(committed)
                 new = True
             return new
@@ -119,8 +119,8 @@ def merge(ranges: list[Committed], more: Committed) -> None:
     """Append ``more``, as part of the last range where it continues that."""
     if ranges:
         last = ranges[-1]
-        follows = (last.generation, last.dataset, last.epoch, last.last + 1, last.hi, last.loop, last.met)
-        if follows == (more.generation, more.dataset, more.epoch, more.first, more.lo, more.loop, more.met):
+        follows = (last.generation, last.dataset, last.epoch, last.last + 1, last.hi, last.loop, last.agreed)
+        if follows == (more.generation, more.dataset, more.epoch, more.first, more.lo, more.loop, more.agreed):
             ranges[-1] = Committed(
                 last.generation,
                 last.first,
@@ -133,7 +133,7 @@ def merge(ranges: list[Committed], more: Committed) -> None:
                 more.digest,
                 more.loop,
                 joined(last.unstepped, more.unstepped),
-                last.met,
+                last.agreed,
             )
             return
     ranges.append(more)

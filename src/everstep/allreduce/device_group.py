@@ -54,7 +54,7 @@ class DeviceCollective(GlooCollective):
         if self.chosen.way is Way.NCCL:
             self._connect_nccl()
         if self.chosen.way is not Way.HOST:
-            logger.warning("%s", self.said())  # (what is not a warning is not shown)
+            logger.warning("%s", self.describe())  # (what is not a warning is not shown)
 
     def _connect_nccl(self) -> None:
         """Connect NCCL: where it does not come about at one member this attempt at a group fails for all, at once; in
@@ -71,7 +71,7 @@ class DeviceCollective(GlooCollective):
             self.close()
             raise
 
-    def said(self) -> str:
+    def describe(self) -> str:
         """Return one line for people: which way gradients go."""
         on = ", ".join(map(str, self._devices)) or "cpu"
         if self.chosen.way is Way.NCCL:

@@ -89,12 +89,12 @@ def place_of(devices: Iterable[torch.device]) -> DevicePlace:
 def _identity(device: torch.device) -> int:
     """Return a number that is the same in all processes of all containers that use this device, another one for every
     other device."""
-    said = str(device)
+    identity = str(device)
     if device.type == "cuda":
-        said = str(torch.cuda.get_device_properties(device).uuid)
+        identity = str(torch.cuda.get_device_properties(device).uuid)
     else:
-        said += _machine()
-    return int.from_bytes(hashlib.blake2b(said.encode(), digest_size=8).digest(), "little")
+        identity += _machine()
+    return int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=8).digest(), "little")
 
 
 def _machine() -> str:

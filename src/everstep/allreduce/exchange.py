@@ -202,8 +202,8 @@ class Exchange:
         form = _form(len(values))
         mine = form.pack(*values)
         sent, came = talk(self._fds, mine, _SPIN_US, _QUICK_MS)
-        heard = self._complete(mine, sent, came)
-        return [form.unpack(said) for said in heard]
+        received = self._complete(mine, sent, came)
+        return [form.unpack(message) for message in received]
 
     def takes_sum(self, size: int) -> bool:
         """Return whether a sum of ``size`` bytes goes this way; the same at all members."""
@@ -246,13 +246,13 @@ class Exchange:
         link."""
         size = len(mine)
         if min(map(len, came)) < size or min(sent) < size:
-            heard = dict(zip(self._links, came, strict=True))
+            received = dict(zip(self._links, came, strict=True))
             try:
                 self._send_rest(mine, sent)
-                self._hear(size, heard)
+                self._receive(size, received)
             except OSError as error:
                 raise WireError(f"a member is gone: {error.strerror or error}") from None
-            came = list(heard.values())
+            came = list(received.values())
         return [*came[: self.rank], mine, *came[self.rank :]]
 
     def _send_rest(self, mine: bytes, sent: list[int]) -> None:
@@ -266,15 +266,15 @@ class Exchange:
             except BlockingIOError:
                 self._check()
 
-    def _hear(self, size: int, heard: dict[int, bytes]) -> None:
-        """Receive ``size`` bytes of each peer, and not more: who is quick has sent the next ones already. ``heard``:
+    def _receive(self, size: int, received: dict[int, bytes]) -> None:
+        """Receive ``size`` bytes of each peer, and not more: who is quick has sent the next ones already. ``received``:
         what came so far, by peer; completed. Who leaves without a word ends it for all; who leaves after it may have
         been content: the others' words are on their way then."""
         poll = select.poll()
         peers = {link.fileno(): (peer, link) for peer, link in self._links.items()}
         for fd, (peer, _) in peers.items():
-            poll.register(fd, select.POLLIN if len(heard[peer]) < size else select.POLLRDHUP)
-        missing = sum(len(said) < size for said in heard.values())
+            poll.register(fd, select.POLLIN if len(received[peer]) < size else select.POLLRDHUP)
+        missing = sum(len(message) < size for message in received.values())
         gone: Deadline | None = None
         while missing:
             ready = poll.poll((_TICK_S if gone is None else _LEFT_S) * 1e3)
@@ -282,15 +282,15 @@ class Exchange:
                 self._check()
             for fd, _ in ready:
                 peer, link = peers[fd]
-                if len(heard[peer]) == size:
+                if len(received[peer]) == size:
                     poll.unregister(fd)
                     gone = Deadline(_LEFT_S)
                     continue
-                more = link.recv(size - len(heard[peer]))
+                more = link.recv(size - len(received[peer]))
                 if not more:
                     raise WireError(f"rank {peer} closed its connection")
-                heard[peer] += more
-                if len(heard[peer]) == size:
+                received[peer] += more
+                if len(received[peer]) == size:
                     missing -= 1
                     poll.register(fd, select.POLLRDHUP)
             if gone is not None and missing and gone.expired:

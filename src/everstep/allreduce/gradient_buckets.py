@@ -92,7 +92,7 @@ class GradientBuckets:
         # The same memory: a few numbers are read and written by NumPy in a tenth of the time that torch takes.
         self._words = self.tail.numpy() if self.tail.device.type == "cpu" else None
 
-    def said(self, lo: int, hi: int) -> list[float]:
+    def read_flags(self, lo: int, hi: int) -> list[float]:
         """Return the elements ``[lo, hi)`` of the tail."""
         found: list[float] = (self.tail if self._words is None else self._words)[lo:hi].tolist()
         return found
@@ -119,7 +119,7 @@ def digest(flat: Tensor) -> tuple[int, bool]:
 
 
 def measure(flat: Tensor) -> Measured:
-    """Return the digest of ``flat``; of one on a device it is only begun, and ``told`` waits for it."""
+    """Return the digest of ``flat``; of one on a device it is only begun, and ``read_digests`` waits for it."""
     if not flat.numel():
         return 0, True
     here = octets(flat)

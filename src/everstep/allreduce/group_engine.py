@@ -182,7 +182,7 @@ class GroupEngine:
         self._step: StepAttempt | None = None
         self._reader: PrefetchReader | None = None
         self._options = 0  # digest of the learning rates
-        self._last = self._in_script = self._stepped = self._rehearsing = False
+        self._last = self._in_script = self._stepped = self._warming_up = False
         self._outcome: VoteOutcome | None = None
         self._unsure = False  # rounds of this iteration are reduced, and not voted on
         self._may = False  # optimizers may step
@@ -440,10 +440,10 @@ class GroupEngine:
             STREAMS.take()
         try:
             if not self.alone:
-                rehearsal = session.rehearsal(dataset, until_epoch, plan, loader.batch_size, largest)
-                if rehearsal is not None:
-                    enumerated.set(sys._getframe(), rehearsal.number)
-                    yield from self._rehearse(session, rehearsal, loader)
+                warm_up_step = session.warm_up_step(dataset, until_epoch, plan, loader.batch_size, largest)
+                if warm_up_step is not None:
+                    enumerated.set(sys._getframe(), warm_up_step.number)
+                    yield from self._warm_up(session, warm_up_step, loader)
             self.clock.switch(stepclock.BARRIER)  # until there is a group, and it lets us in
             session.enter(dataset, until_epoch, plan, loader.batch_size, largest)
             for optimizer in self.optimizers:
@@ -504,20 +504,20 @@ class GroupEngine:
             if self._reducer is not None:
                 self._reducer.close_micro()
 
-    def _rehearse(self, session: GroupSession, step: StepAttempt, loader: Batches) -> Iterator[Any]:
+    def _warm_up(self, session: GroupSession, step: StepAttempt, loader: Batches) -> Iterator[Any]:
         """Yield one iteration of the script whose outcome is thrown away, as that of a step which is done again: what
         is slow for the first time (memory, kernels, compilers, the loader) is not to be waited for by others."""
         try:
-            self._begin(step, rehearsal=True)
+            self._begin(step, warm_up_step=True)
             micro = step.micros[0]
             batch = loader.read(step.epoch, micro.lo, micro.hi)
             self._open(step, micro, True)
-            self._in_script = self._rehearsing = True
+            self._in_script = self._warming_up = True
             self.in_hand = micro.hi - micro.lo
             yield batch
             self.in_hand = 0
         finally:  # also where the script leaves the loop
-            self._in_script = self._rehearsing = False
+            self._in_script = self._warming_up = False
             if self._reducer is not None:
                 if self._outcome is None:
                     self._saved.save_large()
@@ -526,13 +526,13 @@ class GroupEngine:
                 self._reducer.put_back()
             self._saved.restore()
             self._step = None
-            session.rehearsed()
+            session.warmed_up()
 
     def _next(self, session: GroupSession) -> StepAttempt | None:
         self.clock.switch(stepclock.BARRIER)
         return session.begin()
 
-    def _begin(self, step: StepAttempt, rehearsal: bool = False) -> None:
+    def _begin(self, step: StepAttempt, warm_up_step: bool = False) -> None:
         assert self._reducer is not None
         if [p.requires_grad for p in self._params] != self._trainable or self.reserve != self._reserved:
             self._prepare()  # the script froze or thawed some
@@ -542,7 +542,7 @@ class GroupEngine:
             check_max_norm(self.models)
             self._normed = True
         plain = self.alone and not self.spec.logical_workers
-        self._saved.save(several=rehearsal or len(step.micros) > 1, watch=not plain)
+        self._saved.save(several=warm_up_step or len(step.micros) > 1, watch=not plain)
         self._slice = 0 if step.size == 1 or self.state is None else self.state.slice_digest(step.number)
         self._reducer.several = self.several
         self._reducer.begin_step(step)
@@ -780,7 +780,7 @@ class GroupEngine:
         assert reducer is not None
         assert step is not None
         assert session is not None
-        if self._rehearsing:
+        if self._warming_up:
             if not self.spec.logical_workers:  # (of which there is one part)
                 reducer.finish()
             self._outcome = VoteOutcome.REDO
@@ -892,10 +892,10 @@ class GroupEngine:
         if reducer is None:
             return
         late = reducer.buffers.late
-        said = [bool(row[0]) for row in collective.gather([late])]
-        if any(said):
+        late_at = [bool(row[0]) for row in collective.gather([late])]
+        if any(late_at):
             tail = torch.zeros(reducer.buffers.tail)
-            reducer.buffers.collect_late(tail, 1 / sum(said), said.index(True) == collective.rank)
+            reducer.buffers.collect_late(tail, 1 / sum(late_at), late_at.index(True) == collective.rank)
             if collective.size > 1:
                 collective.allreduce(tail).wait()
             reducer.buffers.commit(tail)

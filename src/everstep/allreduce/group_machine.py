@@ -91,11 +91,11 @@ class GroupMachine:
         self._ready: dict[int, Group] = {}  # connected, not entered
         self._building: tuple[int, int] | None = None  # (generation, attempt)
         self._attempt = 0  # of the present group
-        self._said: Group | None = None  # in the vote in flight
+        self._announced: Group | None = None  # in the vote in flight
         self._change: Group | None = None  # everybody goes over to this group now
         self.split = StepSplit()  # by which the present group divides its next step
         self._newest_split = StepSplit()  # of the present generation, by the master's word
-        self._said_split = StepSplit()  # in the vote, or the first words, in flight
+        self._announced_split = StepSplit()  # in the vote, or the first words, in flight
 
     def __repr__(self) -> str:
         present = "no group" if self.present is None else f"generation {self.present.generation}"
@@ -128,7 +128,7 @@ class GroupMachine:
             actions += self._give_up_steps()
         # An entered vote may still choose what it was told; everything else is superseded. Cutting it also frees
         # whoever entered it already and waits there for us.
-        for generation in [g for g, ready in self._ready.items() if ready not in (self._said, self._change)]:
+        for generation in [g for g, ready in self._ready.items() if ready not in (self._announced, self._change)]:
             del self._ready[generation]
             actions.append(AbortGroup(generation))
         if self.present is not None and self.whole and self.present.broken_by(group):
@@ -225,7 +225,7 @@ class GroupMachine:
         same = newest is not None and newest.generation == group.generation
         self._newest_split = newest.split if newest is not None and same else group.split
         self.split = StepSplit()
-        self._change = self._said = None
+        self._change = self._announced = None
 
     def broke(self) -> list[Action]:
         """A collective of the present group failed, or a member of it is lost."""
@@ -251,23 +251,38 @@ class GroupMachine:
         digest &= _DIGEST_MASK
         self.pending = step
         newer = [g for g in self._ready if g > self.present.generation]
-        self._said = self._ready[max(newer)] if newer else None
+        self._announced = self._ready[max(newer)] if newer else None
         if self.excluded:
-            self._said = self.newest  # nothing to connect: we are let go
-        said = self._said.generation if self._said is not None else 0
-        self._said_split = self._newest_split
-        version = self._said_split.version
+            self._announced = self.newest  # nothing to connect: we are let go
+        announced = self._announced.generation if self._announced is not None else 0
+        self._announced_split = self._newest_split
+        version = self._announced_split.version
         kept = state & _DIGEST_MASK
-        return [step, -step, digest, -digest, int(nonfinite), said, -said, version, -version, confirmed, kept, -kept]
+        return [
+            step,
+            -step,
+            digest,
+            -digest,
+            int(nonfinite),
+            announced,
+            -announced,
+            version,
+            -version,
+            confirmed,
+            kept,
+            -kept,
+        ]
 
     def count(self, votes: list[int]) -> tuple[Tally, list[Action]]:
         """The vote's result came: the step is committed (or all know why not), and perhaps everybody goes over."""
-        step, minus_step, digest, minus_digest, nonfinite, said, minus_said, split, minus_split, confirmed = votes[:10]
+        step, minus_step, digest, minus_digest, nonfinite, announced, minus_announced, split, minus_split, confirmed = (
+            votes[:10]
+        )
         kept, minus_kept = votes[10:]
         self.pending = None
         actions: list[Action] = []
-        mine, self._said = self._said, None
-        if mine is not None and said == -minus_said == mine.generation:
+        mine, self._announced = self._announced, None
+        if mine is not None and announced == -minus_announced == mine.generation:
             self._change = mine
             if self.newest is not None and mine.broken_by(self.newest):
                 actions += self._give_up_steps()
@@ -283,7 +298,7 @@ class GroupMachine:
             counted = Counted.DIFFERENT_STEPS
         elif digest != -minus_digest:
             counted = Counted.DIFFERENT_GRADIENTS
-        behind = self.newest is not None and said > self.newest.generation
+        behind = self.newest is not None and announced > self.newest.generation
         return Tally(counted, bool(nonfinite), confirmed, kept != -minus_kept, behind), actions
 
     # ------------------------------------------------------------ after a vote that broke
@@ -292,9 +307,9 @@ class GroupMachine:
         """Return what to gather first in a group that was entered: our state's step (-1: no state), the step of which
         we have the reduced gradients without knowing whether it is committed (-1: none), the loop that our script is
         in, and the version of the newest split that we have."""
-        self._said_split = self._newest_split
+        self._announced_split = self._newest_split
         pending = -1 if self.pending is None else self.pending
-        return [mark_step, pending, loop, self._said_split.version]
+        return [mark_step, pending, loop, self._announced_split.version]
 
     def resolve(self, words: list[list[int]]) -> bool:
         """Take in everybody's words: return whether the pending step is committed. Clears it."""
@@ -307,5 +322,5 @@ class GroupMachine:
 
     def _divide(self) -> None:
         """Everybody has the split that we said."""
-        if self.present is not None and self._said_split.fits(self.present.size):
-            self.split = self._said_split
+        if self.present is not None and self._announced_split.fits(self.present.size):
+            self.split = self._announced_split

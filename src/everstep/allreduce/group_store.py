@@ -46,7 +46,7 @@ class _StoreValue(msgspec.Struct, frozen=True, array_like=True):
     tunnel: TunnelDoor = TunnelDoor()
 
 
-_said_decoder = msgspec.msgpack.Decoder(_StoreValue)
+_entry_decoder = msgspec.msgpack.Decoder(_StoreValue)
 
 
 class GroupStore(Store):
@@ -75,22 +75,22 @@ class GroupStore(Store):
     def peer_addresses(self) -> list[tuple[str, int]]:
         """Return where connections of ours to the others go."""
         with self._changed:
-            theirs = {int(key.rpartition("/")[2]): said for key, said in self._theirs.items()}
-        return [self._address_of(rank, said) for rank, said in theirs.items()]
+            theirs = {int(key.rpartition("/")[2]): entry for key, entry in self._theirs.items()}
+        return [self._address_of(rank, entry) for rank, entry in theirs.items()]
 
-    def _address_of(self, rank: int, said: _StoreValue) -> tuple[str, int]:
+    def _address_of(self, rank: int, entry: _StoreValue) -> tuple[str, int]:
         """Return where gloo is to believe that a member listens."""
         tunnels = self.tunnels
-        if tunnels is None or not tunnels.far(said.tunnel):
-            return said.host, said.port
+        if tunnels is None or not tunnels.far(entry.tunnel):
+            return entry.host, entry.port
         if rank > tunnels.rank:
-            return NEVER, said.port
-        return ENTRY, tunnels.entry(rank, said.tunnel, TunnelService.GLOO)
+            return NEVER, entry.port
+        return ENTRY, tunnels.entry(rank, entry.tunnel, TunnelService.GLOO)
 
     def _by_rank(self) -> list[_StoreValue]:
         with self._changed:
-            said = {int(key.rpartition("/")[2]): s for key, s in self._theirs.items()}
-        return [s for _, s in sorted(said.items())]
+            entry = {int(key.rpartition("/")[2]): s for key, s in self._theirs.items()}
+        return [s for _, s in sorted(entry.items())]
 
     def places(self) -> list[DevicePlace]:
         """Return what the members' models are on, by rank. Once gloo is connected."""
@@ -103,11 +103,11 @@ class GroupStore(Store):
             raise RuntimeError(f"{len(doors)} of {self._size} members said where they listen for votes")
         return doors
 
-    def _vote_door(self, rank: int, said: _StoreValue) -> Door:
+    def _vote_door(self, rank: int, entry: _StoreValue) -> Door:
         tunnels = self.tunnels
-        if tunnels is None or rank >= tunnels.rank or not tunnels.far(said.tunnel):
-            return Door(said.host, said.vote_port, said.vote_key)
-        return Door(ENTRY, tunnels.entry(rank, said.tunnel, TunnelService.VOTES), said.vote_key)
+        if tunnels is None or rank >= tunnels.rank or not tunnels.far(entry.tunnel):
+            return Door(entry.host, entry.vote_port, entry.vote_key)
+        return Door(ENTRY, tunnels.entry(rank, entry.tunnel, TunnelService.VOTES), entry.vote_key)
 
     def cancel(self) -> None:
         """End every wait now, also later ones."""
@@ -136,19 +136,19 @@ class GroupStore(Store):
         if self.tunnels is not None:
             self.tunnels.ports.update({TunnelService.GLOO: port, TunnelService.VOTES: vote_port})
             tunnel = self.tunnels.door
-        said = _StoreValue(self._host, port, blob, vote_port, vote_key, self.place, tunnel)
+        entry = _StoreValue(self._host, port, blob, vote_port, vote_key, self.place, tunnel)
         with self._changed:
             self.address = (self._host, port)
-            self._mine[key] = msgspec.msgpack.encode(said)
+            self._mine[key] = msgspec.msgpack.encode(entry)
         self.say_again()
 
     def get(self, key: str) -> bytes:
         self.wait([key])
-        said = self._theirs[key]
+        entry = self._theirs[key]
         if self.tunnels is None:
-            return said.blob
+            return entry.blob
         try:
-            return moved(said.blob, (said.host, said.port), self._address_of(int(key.rpartition("/")[2]), said))
+            return moved(entry.blob, (entry.host, entry.port), self._address_of(int(key.rpartition("/")[2]), entry))
         except OSError as error:
             raise RuntimeError(f"no tunnel: {error}") from None
 
@@ -209,7 +209,7 @@ class GroupStore(Store):
             values = answers[0].values
             for key, value in values.items():
                 if key != _FAILED:
-                    self._theirs[key] = _said_decoder.decode(value)
+                    self._theirs[key] = _entry_decoder.decode(value)
             return frozenset(values)
 
 

@@ -340,10 +340,10 @@ class StateFollower:
         )
 
     def _step_by_step(self, client: HandoverClient, source: GroupMember) -> None:
-        said = False
+        ready = False
         while not self._stop:
             step = self._state.position.step
-            answer, body = client.request(NextStep(*self._me, step, POLL_S if said else 0.0), timeout_s=ANSWER_S)
+            answer, body = client.request(NextStep(*self._me, step, POLL_S if ready else 0.0), timeout_s=ANSWER_S)
             match answer:
                 case NotYet():
                     lag = 0
@@ -352,8 +352,8 @@ class StateFollower:
                     lag = answer.newest - self._state.position.step
                 case _:
                     raise GoneError(_why(answer))
-            if not said and lag <= LAG_STEPS:
-                said = True
+            if not ready and lag <= LAG_STEPS:
+                ready = True
                 self._on_synced()
         with contextlib.suppress(EverstepError):
             client.request(EndFollow(*self._me), timeout_s=1.0)

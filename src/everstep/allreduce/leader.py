@@ -99,13 +99,13 @@ class LeaderSession:
     def __repr__(self) -> str:
         return f"<LeadingSession {self.unit!r} {self.inner!r}>"
 
-    def rehearsal(
+    def warm_up_step(
         self, dataset: int, until_epoch: int, plan: ShardSchedule, batch_samples: int, largest: int = 0
     ) -> StepAttempt | None:
         """None: it would take all processes of this worker."""
         return None
 
-    def rehearsed(self) -> None:
+    def warmed_up(self) -> None:
         """There is none."""
 
     def enter(self, dataset: int, until_epoch: int, plan: ShardSchedule, batch_samples: int, largest: int = 0) -> None:
@@ -191,13 +191,13 @@ class FollowerSession:
     def __repr__(self) -> str:
         return f"<FollowingSession {self.unit!r}>"
 
-    def rehearsal(
+    def warm_up_step(
         self, dataset: int, until_epoch: int, plan: ShardSchedule, batch_samples: int, largest: int = 0
     ) -> StepAttempt | None:
         """None: the leader has none."""
         return None
 
-    def rehearsed(self) -> None:
+    def warmed_up(self) -> None:
         """There is none."""
 
     def enter(self, dataset: int, until_epoch: int, plan: ShardSchedule, batch_samples: int, largest: int = 0) -> None:

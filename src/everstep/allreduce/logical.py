@@ -45,8 +45,8 @@ def subtrees(lo: int, hi: int, node: Range) -> list[Range]:
 
 def part_seed(seed: int, step: int, part: int) -> int:
     """Return the seed of the random state in which one part of one step is computed."""
-    said = f"{seed}/{step}/{part}".encode()
-    return int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "little") >> 1
+    text = f"{seed}/{step}/{part}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 class LoopStreams:

@@ -115,9 +115,9 @@ class NcclGroup:
     def _connect(self, deadline: Deadline) -> bool:
         self.host.waiting_since = time.monotonic()
         store = HashStore()
-        said = threading.Event()
+        identified = threading.Event()
         maker = threading.Thread(
-            target=self._build, args=(store, deadline, said), name=f"everstep-nccl-{self.host.name}", daemon=True
+            target=self._build, args=(store, deadline, identified), name=f"everstep-nccl-{self.host.name}", daemon=True
         )
         if self.host.rank == 0:
             maker.start()
@@ -132,12 +132,12 @@ class NcclGroup:
             store.set(_ID_KEY, id_)  # type: ignore[arg-type]
             maker.start()
         self.host.waiting_since = time.monotonic()
-        while not said.is_set():
+        while not identified.is_set():
             self._look()
             if deadline.expired:
                 self.why = f"not connected after {deadline.seconds:g} s"
                 return False
-            said.wait(_POLL_MAX_S)
+            identified.wait(_POLL_MAX_S)
         if self.why:  # perhaps because a member was lost, which is nothing against NCCL
             until = Deadline(_LOST_S)
             while not until.expired:
@@ -145,7 +145,7 @@ class NcclGroup:
                 time.sleep(_POLL_MAX_S)
         return not self.why
 
-    def _build(self, store: Any, deadline: Deadline, said: threading.Event) -> None:
+    def _build(self, store: Any, deadline: Deadline, identified: threading.Event) -> None:
         """Build it on a thread of its own: parts of it wait for peers inside of NCCL."""
         try:
             with _current(self.device):
@@ -169,7 +169,7 @@ class NcclGroup:
         except Exception as error:  # whatever it is: the group then goes by way of the host
             self.why = self.why or _first_line(error)
         finally:
-            said.set()
+            identified.set()
 
     # ------------------------------------------------------------ use
 
@@ -252,8 +252,8 @@ def _spread(host: Host, mine: bytes) -> bytes:
     if host.rank == 0 and 0 < len(mine) <= _ID_BYTES_MAX - 2:
         room[0], room[1] = len(mine) // 256, len(mine) % 256
         room[2 : 2 + len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-    said = bytes(host.exchange(room)[0].numpy())
-    return said[2 : 2 + said[0] * 256 + said[1]]
+    row = bytes(host.exchange(room)[0].numpy())
+    return row[2 : 2 + row[0] * 256 + row[1]]
 
 
 def _current(device: torch.device) -> Any:

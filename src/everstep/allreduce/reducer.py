@@ -610,13 +610,13 @@ class Reducer:
         if step.size == 1 or self._broken is not None:
             return [touched] if self._broken is None else None
         marks = [sum(t << n for n, t in enumerate(touched[at : at + _MASK_BITS])) for at in range(0, len(touched), 60)]
-        said: list[Any] = []
+        rows: list[Any] = []
         with self._tried():
-            said = step.collective.gather([word, step.number, self.rounds, *marks])
+            rows = step.collective.gather([word, step.number, self.rounds, *marks])
         if self._broken is not None:
             return None
-        words = {row[0] for row in said}
-        if any(list(row[1:3]) != [step.number, self.rounds] for row in said) or (_ROUND in words and len(words) > 1):
+        words = {row[0] for row in rows}
+        if any(list(row[1:3]) != [step.number, self.rounds] for row in rows) or (_ROUND in words and len(words) > 1):
             if _LEFT in words:
                 self._broken = CollectiveError("a worker left the loop inside of an iteration")
                 return None
@@ -624,7 +624,7 @@ class Reducer:
                 f"step {step.number}: the workers did not call backward() equally often in one iteration (here "
                 f"{self.rounds + 1} times): what decides it must be the same on all workers, e.g. job.step"
             )
-        return [[bool(row[3 + n // 60] >> n % 60 & 1) for n in range(len(touched))] for row in said]
+        return [[bool(row[3 + n // 60] >> n % 60 & 1) for n in range(len(touched))] for row in rows]
 
     def assigned(self) -> str:
         """Return the name of a parameter whose gradient the script put there without backward(); "": none."""
@@ -684,7 +684,7 @@ class Reducer:
         self._place(self._buckets, placed, committed, final)
 
     def _place(self, buckets: GradientBuckets, placed: bool, committed: bool, final: bool) -> None:
-        used = buckets.said(0, len(self.params))
+        used = buckets.read_flags(0, len(self.params))
         self.stale = [stale and not one for stale, one in zip(self.stale, used, strict=True)]
         all_used = min(used) > 0
         if placed and committed and all_used:
@@ -744,7 +744,7 @@ class Reducer:
 
     def _flags(self) -> list[float]:
         n = len(self.params)
-        return self._buckets.said(n, n + _FLAGS)
+        return self._buckets.read_flags(n, n + _FLAGS)
 
     def _buffer_tail(self) -> Tensor:
         if not self.buffers.tail:
@@ -766,13 +766,13 @@ class Reducer:
         """Fill in what this member says along with its gradients."""
         self._collect_buffers()
         n = len(self.params)
-        said = [float(u) for u in self._used] + [0.0] * _FLAGS
+        flags = [float(u) for u in self._used] + [0.0] * _FLAGS
         ran = self._backward or self._queued or any(self._used)
-        said[n + (_SOME_BACKWARD if ran else _NO_BACKWARD)] = 1.0
+        flags[n + (_SOME_BACKWARD if ran else _NO_BACKWARD)] = 1.0
         if self.stepped is not None:
-            said[n + (_STEPPED if self.stepped else _NOT_STEPPED)] = 1.0
-        said[n + _SEVERAL] = float(self.several)
-        self._buckets.say(said)
+            flags[n + (_STEPPED if self.stepped else _NOT_STEPPED)] = 1.0
+        flags[n + _SEVERAL] = float(self.several)
+        self._buckets.say(flags)
 
     def _check_flags(self) -> None:
         assert self._step is not None

@@ -68,7 +68,7 @@ class ReplicaWriter:
         self._lock = threading.Condition()
         self._order: TakeReplica | None = None
         self._busy = 0  # number of the one being written
-        self._told: dict[int, ReplicaCopy] = {}  # the last one that was taken: said again when ordered again
+        self._reported: dict[int, ReplicaCopy] = {}  # the last one that was taken: said again when ordered again
         self._committed_everywhere = 0
         self._spare: torch.Tensor | None = None
         self._closed = False
@@ -110,7 +110,7 @@ class ReplicaWriter:
             self._busy = order.checkpoint
             self._slot = IdleSlot()
             self._slot.unlimited = not order.idle
-        again = self._told.get(order.checkpoint)
+        again = self._reported.get(order.checkpoint)
         serialized = self._state.snapshot(into) if again is None else SerializedState(b"", torch.empty(0))
         position, numbers = self._state.position, sum(p.numel() for _, p in self._state.parameters())
         copied = Copied(serialized, position, numbers, *self._state.waits)
@@ -162,7 +162,7 @@ class ReplicaWriter:
                     logger.info("checkpoint %d: %d bytes in %.3f s", order.checkpoint, file.size_bytes, took_s)
                 except EverstepError as failed:
                     error = str(failed)
-            if snapshot is None or self._wait_settled(snapshot.position):
+            if snapshot is None or self._wait_committed_everywhere(snapshot.position):
                 self._tell(order.checkpoint, snapshot, error)
         except EverstepError as failed:
             logger.warning("checkpoint %d: %s", order.checkpoint, failed)
@@ -231,7 +231,7 @@ class ReplicaWriter:
 
         return retry(attempt, StorageError, again=again, first_s=0.2, limit_s=5.0, wait=wait)
 
-    def _wait_settled(self, position: Position) -> bool:
+    def _wait_committed_everywhere(self, position: Position) -> bool:
         with self._lock:
             return self._lock.wait_for(
                 lambda: self._committed_everywhere >= position.step or self._closed, TELL_S
@@ -249,7 +249,7 @@ class ReplicaWriter:
             if not isinstance(answer, Refused):
                 break
         if snapshot is not None:
-            self._told = {checkpoint: snapshot}
+            self._reported = {checkpoint: snapshot}
             self.saved = snapshot.position
 
 

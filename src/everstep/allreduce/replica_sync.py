@@ -269,13 +269,13 @@ class ReplicaSync:
         what = f"{differing[0]!r}" + (f" and {len(differing) - 1} more" if len(differing) > 1 else "")
         reference = self._truth(group, rows)
         first = list(digests).index(differing[0])
-        said = ", ".join(
+        shown = ", ".join(
             f"{row[first] & (1 << 64) - 1:016x} on worker:{m.slot}" for m, row in zip(group.members, rows, strict=False)
         )
         step = self._state.position.step
         if reference < 0:
             raise ReplicasDifferError(
-                f"the replicas have drifted apart: before step {step} the digest of {what} is {said}, and no majority "
+                f"the replicas have drifted apart: before step {step} the digest of {what} is {shown}, and no majority "
                 "says which is right. Something in the script depends on the worker (random numbers, gradients or "
                 "weights that are set by hand, kernels that are not deterministic): find it; or run with "
                 "--heal-from lowest, which takes the state of the lowest worker"
@@ -285,7 +285,7 @@ class ReplicaSync:
             "the replicas have drifted apart: before step %d the digest of %s is %s; %s take the state of %s",
             step,
             what,
-            said,
+            shown,
             _names(group, behind),
             group.members[reference],
         )

@@ -69,8 +69,8 @@ AGAIN_S = 2.0
 
 _STALL_AGAIN_S = 0.25  # until somebody does something about it
 _ASK_S = 2.0  # between two questions to be let in
-_SURE_S = 0.1  # between two, whether the journal has the state that our script has to catch up with
-_REHEARSAL_ASK_S = 5.0  # to be told whether there is a group; then we enter it cold
+_CONFIRM_S = 0.1  # between two, whether the journal has the state that our script has to catch up with
+_WARM_UP_ASK_S = 5.0  # to be told whether there is a group; then we enter it cold
 _LEAVE_S = 8.0  # to be let go; then we go anyway, which is a loss to the others, before SIGKILL comes
 _TELL_S = 0.05  # between two reports of committed steps, 20 a second
 _TELL_ANYWAY_S = 2.0  # so long the lowest rank may take to have them confirmed; then everybody tells
@@ -148,9 +148,9 @@ class Session:
         self._ready: dict[int, Connected] = {}
         self._building: tuple[GlooCollective, GroupStore] | None = None
         self._retired: list[Connected] = []  # left; cut when the present group has met
-        self._resolved = self._met = False  # of the present group
-        self._met_at = 0  # step at which it did
-        self._said_met = 0  # generation
+        self._resolved = self._agreed = False  # of the present group
+        self._agreed_at = 0  # step at which it did
+        self._reported_agreed = 0  # generation
         self._came_at = 0  # step that our state was at in our first group of this lineage
         self._drifted = False  # a vote of the present group said that states differ; all of it know
         self._own_lineage: int | None = None  # of our state
@@ -167,10 +167,10 @@ class Session:
         self._over = False  # the master says: nothing left of what was asked for
         self._leaving: int | None = None  # exit status of the script
         self._leaving_since = 0.0
-        self._leave_said = False
+        self._leave_announced = False
         self._left = False  # before the script's end
         self._ended = False  # the script came to its end
-        self._rehearsing = False  # the script's thread uses the state before the first group
+        self._warming_up = False  # the script's thread uses the state before the first group
         self._held_back: Follow | None = None  # meanwhile
         self._synced = 0  # generation that we follow, and are up with; 0: none
         self._announced_loop = 0  # the journal has the followed state up to where this loop of it began
@@ -206,30 +206,30 @@ class Session:
 
     # ------------------------------------------------------------ the loop, on the script's thread
 
-    def rehearsal(
+    def warm_up_step(
         self, dataset: int, until_epoch: int, plan: ShardSchedule, batch_samples: int, largest: int = 0
     ) -> StepAttempt | None:
         if self._entered or self.runtime.embedded or self.tables is not None:
             return None
         self.dataset, self.until_epoch, self.batch_samples = dataset, until_epoch, batch_samples
-        self._rehearsing = True
+        self._warming_up = True
         with contextlib.suppress(EverstepError):  # (``enter`` asks again, and waits for as long as it takes)
-            answer = self.runtime.call(self._question(), _REHEARSAL_ASK_S)
+            answer = self.runtime.call(self._question(), _WARM_UP_ASK_S)
             if isinstance(answer, Grouped) and answer.group is not None and self._has_time(answer.group):
                 cut = cut_step(answer.position, plan, until_epoch, batch_samples, self.runtime.spec, 1)
                 if cut is not None:
                     cut = msgspec.structs.replace(cut, micros=(within(cut.micros[0], largest)[:1],))
                     return StepAttempt.of(cut, answer.position, answer.group.generation, 0, Alone())
-        self.rehearsed()
+        self.warmed_up()
         return None
 
     def _has_time(self, group: Group) -> bool:
         """Return whether the others train without us meanwhile."""
         return not group.hold and not self.machine.member_of(group)
 
-    def rehearsed(self) -> None:
+    def warmed_up(self) -> None:
         with self._changed:
-            self._rehearsing = False
+            self._warming_up = False
             held_back, self._held_back = self._held_back, None
             if held_back is not None:
                 self._do([held_back])
@@ -458,7 +458,7 @@ class Session:
     def _say_done(self) -> bool:
         """Say that our script came to its end. Others may be lost that could tell steps which we copied: it is no end
         before the journal has those. False: they were lost, and our steps are void."""
-        copied = self._met_at if self._lineage == self._own_lineage else 0
+        copied = self._agreed_at if self._lineage == self._own_lineage else 0
         while not self._void:
             answer = self.runtime.call(GroupLeft(LeaveReason.DONE, self._lineage, copied), _CLOSE_S)
             if not isinstance(answer, Wait):
@@ -528,7 +528,7 @@ class Session:
             building = self._building
         if building is not None:
             building[1].say_again()
-        self._leave_said = False
+        self._leave_announced = False
         self._ask()
         self._say_synced()
 
@@ -570,7 +570,7 @@ class Session:
                 if group is None or collective is None or not self.machine.whole:
                     continue
             rank = group.rank(self.runtime.slot, self.runtime.incarnation)
-            if not self._met and not self._meet(group, collective, rank):
+            if not self._agreed and not self._agree_on_state(group, collective, rank):
                 continue
             if not group.hold:
                 return group, collective, rank
@@ -587,7 +587,7 @@ class Session:
                     self._changed.wait(_WAIT_S)
             self.replica.idle()
 
-    def _meet(self, group: Group, collective: Connected, rank: int) -> bool:
+    def _agree_on_state(self, group: Group, collective: Connected, rank: int) -> bool:
         """Agree on the state. False: the group broke meanwhile."""
         if self._own_lineage is not None and self._own_lineage != group.lineage:
             self.replica.has_state = False  # all who had it were lost: its steps are void
@@ -609,7 +609,7 @@ class Session:
             elif position.step == before.step:
                 position = before  # it may be turned to this loop's dataset already
             self._own_lineage = group.lineage
-            self._met, self._met_at = True, position.step
+            self._agreed, self._agreed_at = True, position.step
             self._synced = 0
             self._ahead = None
             if self._formed and group.from_nothing:
@@ -718,7 +718,7 @@ class Session:
         self._present = self._ready.pop(group.generation)
         if left is not None:
             self._retired.append(left)
-        self._resolved = self._met = self._drifted = False
+        self._resolved = self._agreed = self._drifted = False
         self._broke_at = self._waiting_since = 0.0
 
     def _await_news(self) -> None:
@@ -727,7 +727,7 @@ class Session:
         self._waiting_since = self._waiting_since or now
         if self._broke_at and now - self._broke_at > AGAIN_S:
             self._do(self.machine.reconnect())
-        often = _SURE_S if self._behind() else _ASK_S
+        often = _CONFIRM_S if self._behind() else _ASK_S
         if not self.machine.member_of(self.machine.newest) and now - self._asked_at > often:
             self._ask()
         lost = self.machine.present is not None
@@ -831,8 +831,8 @@ class Session:
 
     def _leave(self) -> NoReturn:
         self._looping, self._left = False, True
-        if not self._leave_said:
-            self._leave_said = True
+        if not self._leave_announced:
+            self._leave_announced = True
             self.runtime.ask(GroupLeft(LeaveReason.ASKED), lambda answer: None)
         status = self._leaving or 0
         raise LeaveJob(status)
@@ -857,7 +857,7 @@ class Session:
                 self._connect(action.group, action.attempt)
             elif isinstance(action, AbortGroup):
                 self._cut(action.generation)
-            elif self._rehearsing:
+            elif self._warming_up:
                 self._held_back = action
             else:
                 self._synced = 0
@@ -1005,9 +1005,9 @@ class Session:
         while not self._closed.wait(_TELL_S if self.commits.waiting and self._first else _TICK_S):
             try:
                 self._say_leaving()
-                self._log_settled()
+                self._log_committed()
                 self._tell()
-                self._say_met()
+                self._report_agreed()
                 self._say_stalled()
                 self._close_retired()
             except EverstepError as error:
@@ -1018,27 +1018,27 @@ class Session:
         self._close_retired(everything=True)
 
     def _say_leaving(self) -> None:
-        if self._leaving is not None and not self._leave_said:
-            self._leave_said = True
+        if self._leaving is not None and not self._leave_announced:
+            self._leave_announced = True
             self.runtime.ask(GroupLeft(LeaveReason.ASKED), self._answered)
 
-    def _say_met(self) -> None:
+    def _report_agreed(self) -> None:
         """The present group has one state, and the journal has all steps before: who is new in it holds the state from
         now on, and need not wait for the group's first step."""
         with self._changed:
             group = self.machine.present
-            if group is None or not self._met or group.generation == self._said_met:
+            if group is None or not self._agreed or group.generation == self._reported_agreed:
                 return
             if group.size == 1 and not group.hold:
                 return
-            if self.commits.confirmed < self._met_at - 1:
+            if self.commits.confirmed < self._agreed_at - 1:
                 return
-            if self.tables is not None and self.tables.pushed < self._met_at:
+            if self.tables is not None and self.tables.pushed < self._agreed_at:
                 return  # (who is new could not push what the ps lack of its state)
-            self._said_met = group.generation
+            self._reported_agreed = group.generation
         self.runtime.ask(GroupSynced(group.generation), lambda answer: None)
 
-    def _log_settled(self) -> None:
+    def _log_committed(self) -> None:
         for committed in self.commits.to_log():
             if self._log is not None:
                 self._log.append(msgspec.msgpack.encode(committed))
@@ -1052,7 +1052,7 @@ class Session:
     def _tell(self, everybody: bool = False) -> None:
         """Tell the master what it has not confirmed: the lowest rank at once, the others when that takes too long."""
         if everybody:
-            self._log_settled()
+            self._log_committed()
         now = time.monotonic()
         steps = self.commits.to_tell()
         if not self.commits.waiting:
@@ -1096,7 +1096,7 @@ class Session:
 
     def _close_retired(self, everything: bool = False) -> None:
         with self._changed:
-            if not (self._met or everything):
+            if not (self._agreed or everything):
                 return
             retired, self._retired = self._retired, []
         for collective in retired:

@@ -156,7 +156,7 @@ class StateSource:
 
     def _forget_silent(self) -> None:
         now = self._now()
-        for peer in [p for p, (_, heard) in self._followers.items() if now - heard > SILENT_S]:
+        for peer in [p for p, (_, last) in self._followers.items() if now - last > SILENT_S]:
             logger.warning("worker:%s #%s does not follow any more", *peer)
             del self._followers[peer]
         for number in [n for n, s in self._snapshots.items() if now - s.used_at > SILENT_S]:

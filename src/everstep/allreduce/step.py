@@ -229,16 +229,16 @@ class GroupSession(Protocol):
     before_end: Callable[[Any], None] | None
     """Called with the collective when all members are at the end of the loop. Raises CollectiveError."""
 
-    def rehearsal(
+    def warm_up_step(
         self, dataset: int, until_epoch: int, plan: ShardSchedule, batch_samples: int, largest: int = 0
     ) -> StepAttempt | None:
         """Before ``enter``: where a group trains already without this process, a step like the next one, of one member
-        and one micro-batch, to do once without its ever being committed; until ``rehearsed`` nobody changes the
+        and one micro-batch, to do once without its ever being committed; until ``warmed_up`` nobody changes the
         state. None: there is no such group, or somebody waits for this process. ``largest``: see ``StepAttempt.of``."""
         ...
 
-    def rehearsed(self) -> None:
-        """The state is again as it was before the rehearsal."""
+    def warmed_up(self) -> None:
+        """The state is again as it was before the warm-up step."""
         ...
 
     def enter(self, dataset: int, until_epoch: int, plan: ShardSchedule, batch_samples: int, largest: int = 0) -> None:

@@ -116,13 +116,13 @@ class UnitReducer(Reducer):
         self._unit.answer(Full(self._layout.tail, fresh), fd if fd >= 0 else None)
         if fd >= 0:
             os.close(fd)
-        said = self._unit.hear(GradientsReduced)
-        if not said.ok:
+        reduced = self._unit.hear(GradientsReduced)
+        if not reduced.ok:
             self._broken = CollectiveError("the group of this worker is broken")
             return None
         if not self.rounds:
             self._check_flags()
-        return ReducedStep(0, said.finite)
+        return ReducedStep(0, reduced.finite)
 
     def _tell_round(self, step: StepAttempt, word: int, touched: list[bool]) -> list[list[bool]] | None:
         """All of a further round is reduced: the leader does not know what its followers have touched."""

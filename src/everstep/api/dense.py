@@ -378,7 +378,7 @@ class PsOptimizer(torch.optim.Optimizer):
         """Return the state as the torch optimizer's own, with the state that the ps has now; torch's optimizer can load
         it. The state of tables is not in it: it is in checkpoints and exports."""
         state: dict[int, Any] = {}
-        packed, number = [], 0
+        groups, number = [], 0
         known: dict[int, dict[str, Any]] = {}
         for dense in self.groups:
             found = dense.torch_state(*self._stepper.dense_state(dense))
@@ -386,11 +386,11 @@ class PsOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             ids = list(range(number, number + len(group["params"])))
             number += len(ids)
-            packed.append({**{k: v for k, v in group.items() if k != "params"}, "params": ids})
+            groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": ids})
             for i, p in zip(ids, group["params"], strict=True):
                 if one := known.get(id(p)):
                     state[i] = one
-        return {"state": state, "param_groups": packed}
+        return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the options (learning rates, ...) of a saved state. Raises ScriptError where groups differ, and where

@@ -60,7 +60,7 @@ class TableSet:
         """Called with a table, keys int64 [n] and their values float32 [n, dim], which came from the ps: makes them, in
         place, what they are for this script."""
         self._lock = threading.Lock()
-        self._told = False
+        self._warned = False
 
     def __repr__(self) -> str:
         return f"<TableSet {len(self.infos)} sparse, {len(self.dense)} dense>"
@@ -249,8 +249,8 @@ class TableSet:
         with self._lock:
             foreseeable = self.predictor.learn(table, ids, item.batch)
         self.misses += 1
-        if not foreseeable and not self._told:
-            self._told = True
+        if not foreseeable and not self._warned:
+            self._warned = True
             print(
                 f"everstep: the ids of table {table!r} are computed inside the model, so their rows can not be pulled "
                 "ahead (slower): compute them in the loader's transform",

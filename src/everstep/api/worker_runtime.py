@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any, cast
 
 from everstep.api.listeners import GroupListener, Listener, ScheduleListener
+from everstep.api.script_exit import ScriptExit, ask_again_when_lost
 from everstep.brain.events import (
     Answer,
     ChiefAsked,
@@ -114,6 +115,7 @@ class ProcessRuntime:
         )
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._leave_on_term)
+            ask_again_when_lost()
         waited_s = 0.0
         while not self._placed.wait(0.5):
             waited_s += 0.5
@@ -272,4 +274,4 @@ class ProcessRuntime:
         second signal ends the script at once."""
         status = 128 + signo
         if self._listener is None or not self._listener.leave_soon(status):
-            raise SystemExit(status)
+            raise ScriptExit(status)

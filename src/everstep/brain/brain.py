@@ -26,7 +26,7 @@ from everstep.brain.concerns.composition import Concerns
 from everstep.brain.concerns.group_reader import GroupReader
 from everstep.brain.concerns.partition_reader import PartitionReader
 from everstep.brain.duty import Duty
-from everstep.brain.events import Event, InstructionType, Refused, Reply, Said
+from everstep.brain.events import Event, InstructionType, Refused, Reply, Reported
 from everstep.brain.job import JobState
 from everstep.brain.members import Members
 from everstep.brain.shards import HeldLease, Shards
@@ -63,7 +63,7 @@ class Brain:
         if handler is None:
             kind = event.fact.__struct_config__.tag
             words = f"{kind}: no worker of this job says that, it is of another mode"
-            return [Reply(Refused(words))] if isinstance(event.fact, Said) else []
+            return [Reply(Refused(words))] if isinstance(event.fact, Reported) else []
         out = handler(event.fact, event)
         self._settle(event, out)
         return out

@@ -329,7 +329,7 @@ class Checkpoints(CheckpointRecords):
         if writing is None or not partitions:
             return []
         if writing.manifest is not None:
-            return self.give_up(f"{len(partitions)} buckets went back behind their images")
+            return self.give_up(f"{len(partitions)} partitions went back behind their images")
         writing.disowned = sorted({*writing.disowned, *partitions})
         for partition in partitions:
             writing.snapshots.pop(partition, None)
@@ -359,7 +359,7 @@ class Checkpoints(CheckpointRecords):
             words = (
                 f"step {writing.partial.replica.position.step}" if writing.partial.replica is not None else "a replica"
             )
-            why = Decision("commit the checkpoint", f"{words}, all {len(snapshots)} buckets have an image")
+            why = Decision("commit the checkpoint", f"{words}, all {len(snapshots)} partitions have an image")
             return [CommitManifest(writing.manifest, why)]
         positions = shards.positions(snapshots)
         manifest = Manifest(
@@ -378,7 +378,7 @@ class Checkpoints(CheckpointRecords):
         )
         writing.manifest = manifest
         inputs: Inputs = {"checkpoint": writing.number, "bytes": _bytes_of(snapshots), "samples": manifest.samples_done}
-        why = Decision("commit the checkpoint", f"all {len(snapshots)} buckets have an image", inputs)
+        why = Decision("commit the checkpoint", f"all {len(snapshots)} partitions have an image", inputs)
         return [CommitManifest(manifest, why)]
 
     def commit(
@@ -447,7 +447,9 @@ class Checkpoints(CheckpointRecords):
         writing = self.writing
         if writing is None or writing.manifest is not None or at - writing.began_at < self.limit_s:
             return []
-        return self.give_up(f"not complete after {at - writing.began_at:.0f} s ({len(writing.snapshots)} buckets are)")
+        return self.give_up(
+            f"not complete after {at - writing.began_at:.0f} s ({len(writing.snapshots)} partitions are)"
+        )
 
     def finish(self, job: JobState, at: float, can_save: bool) -> list[InstructionType] | None:
         """Every script has ended. With checkpoints configured the job ends with one that has everything: what leads
@@ -539,7 +541,7 @@ def lacks(partial: Manifest, snapshot: PartitionSnapshot) -> str:
     found = dict(snapshot.watermarks).get(shard, 0)
     if found >= sample:
         return ""
-    return f"bucket {snapshot.partition} is at sample {found} of epoch {epoch}, the replica at {sample}"
+    return f"partition {snapshot.partition} is at sample {found} of epoch {epoch}, the replica at {sample}"
 
 
 def _bytes_of(snapshots: Sequence[PartitionSnapshot]) -> int:

@@ -447,7 +447,7 @@ class JobUnsuspended(Fact, frozen=True, tag="job_unsuspended"):
     reason: str
 
 
-Said = (
+Reported = (
     NodeJoined
     | MemberJoined
     | ProcessExited
@@ -499,7 +499,7 @@ Noticed = (
 )
 """Facts that the master finds out by itself."""
 
-FactType = Said | Noticed
+FactType = Reported | Noticed
 
 # ---------------------------------------------------------------- the envelope
 

@@ -37,5 +37,5 @@ class Acks(msgspec.Struct, frozen=True, array_like=True):
                 return f"ps:{slot} acknowledged it in life #{acknowledged}, now it is #{incarnation}"
         for slot, incarnation in acks:
             if lives.get(slot) != incarnation:
-                return f"ps:{slot} #{incarnation} acknowledged it, which is no more; its buckets are elsewhere"
+                return f"ps:{slot} #{incarnation} acknowledged it, which is no more; its partitions are elsewhere"
         return ""

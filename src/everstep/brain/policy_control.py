@@ -173,7 +173,7 @@ def _refuse(action: Action, seen: Observations) -> str:
                 if slot not in servers:
                     return f"ps:{slot} is not there"
                 if partition not in known:
-                    return f"there is no bucket {partition}"
+                    return f"there is no partition {partition}"
         case Scale(workers=count, ps=servers):
             if servers and not seen.servers:
                 return f"{servers} ps: this job has none"
@@ -257,7 +257,7 @@ def _short(thing: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def said(error: BaseException) -> str:
+def error_words(error: BaseException) -> str:
     """Return an exception in one line."""
     try:
         return f"{type(error).__name__}: {error}"

@@ -66,4 +66,4 @@ class Protection(msgspec.Struct, kw_only=True, rename={"inconsistent": "torn"}):
 
     def __repr__(self) -> str:
         version = self.placement.version if self.placement is not None else 0
-        return f"<protection v{version} {len(self.missing)} buckets missing, {len(self.ready)} mirrors ready>"
+        return f"<protection v{version} {len(self.missing)} partitions missing, {len(self.ready)} mirrors ready>"

@@ -15,6 +15,7 @@ import msgspec
 from msgspec import inspect
 
 from everstep.brain.events import InstructionType
+from everstep.config.spec import JobSpec
 
 Shapes = Mapping[str, tuple[str, ...]]
 """Fields by the name of the struct."""
@@ -52,23 +53,33 @@ def shapes_now() -> Shapes:
     return found
 
 
-def in_shape(value: Any, shapes: Shapes) -> Any:
-    """Return ``value`` as plain values, its structs with the fields of then."""
+def in_shape(value: Any, shapes: Shapes, words: bool = False) -> Any:
+    """Return ``value`` as plain values, its structs with the fields of then. ``words``: its sentences, too, have the
+    word of then for a partition (until version 0.1 they said bucket); settings are never reworded."""
     match value:
+        case JobSpec():
+            return _in_shape(value, shapes, False)
         case msgspec.Struct():
-            config = value.__struct_config__
-            called = type(value).__name__
-            kept = shapes.get(called, shapes.get(_NAMES_BEFORE.get(called, ""), value.__struct_encode_fields__))
-            names = zip(value.__struct_fields__, value.__struct_encode_fields__, strict=True)
-            found = {f: in_shape(getattr(value, name), shapes) for name, f in names if f in kept}
-            if config.array_like:
-                return [*([] if config.tag is None else [config.tag]), *found.values()]
-            return found if config.tag is None else {config.tag_field or "type": config.tag, **found}
+            return _in_shape(value, shapes, words)
         case tuple() | list():
-            return [in_shape(one, shapes) for one in value]
+            return [in_shape(one, shapes, words) for one in value]
         case dict():
-            return {key: in_shape(one, shapes) for key, one in value.items()}
+            return {in_shape(key, shapes, words): in_shape(one, shapes, words) for key, one in value.items()}
+        case str() if words:
+            return value.replace("partition", "bucket")
     return value
+
+
+def _in_shape(value: msgspec.Struct, shapes: Shapes, words: bool) -> Any:
+    """Return a struct as ``in_shape`` does."""
+    config = value.__struct_config__
+    called = type(value).__name__
+    kept = shapes.get(called, shapes.get(_NAMES_BEFORE.get(called, ""), value.__struct_encode_fields__))
+    names = zip(value.__struct_fields__, value.__struct_encode_fields__, strict=True)
+    found = {f: in_shape(getattr(value, name), shapes, words) for name, f in names if f in kept}
+    if config.array_like:
+        return [*([] if config.tag is None else [config.tag]), *found.values()]
+    return found if config.tag is None else {config.tag_field or "type": config.tag, **found}
 
 
 _VERSION_2 = {

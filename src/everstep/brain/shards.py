@@ -117,7 +117,7 @@ class Dataset(msgspec.Struct, rename={"announced": "told"}):
     def has_work(self, number: int) -> bool:
         return number == self.newest or number in self.reopened
 
-    def said(self, loop: int, begin: int, until: int) -> None:
+    def record_loop(self, loop: int, begin: int, until: int) -> None:
         """A worker begins this loop. (All say the same, unless the script depends on the worker: the first counts.)"""
         last = self.loops[-1] if self.loops else Loop(0, 0, 0)
         if loop > last.number and last.until <= begin < until:

@@ -56,8 +56,8 @@ def make_fleet(
     def remember(fact: Remember) -> None:
         offer = fact.grant.offer
         of = (offer.hardware, offer.zone, offer.market, offer.price)
-        said = CapacityChanged(fact.grant.node, fact.step, *of, fact.recorded_s, fact.life)
-        ask_master(run_dir, said, REMEMBER_S)
+        change = CapacityChanged(fact.grant.node, fact.step, *of, fact.recorded_s, fact.life)
+        ask_master(run_dir, change, REMEMBER_S)
 
     source: Capacity
     agents: AgentPlatform
@@ -91,7 +91,7 @@ def remember_once(fact: Remember, memory: ClusterMemory, remember: Callable[[Rem
     node, offer = fact.grant.node, fact.grant.offer
     if not memory.has(node, fact.step):
         remember(fact)
-        memory.told(node, fact.step, offer)
+        memory.recorded(node, fact.step, offer)
 
 
 def cluster_wants(spec: JobSpec, view: JobView | None, going: Mapping[NodeId, float | None]) -> StandIns | None:

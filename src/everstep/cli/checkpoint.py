@@ -123,7 +123,7 @@ def verify(where: str, number: int | None) -> None:
     trust = ManifestTrust(key=_key_of(where))
     sizes = place.sizes()
     known: dict[CheckpointFile, str] = {}
-    said: set[str] = set()
+    shown: set[str] = set()
     bad = 0
     numbers = need_checkpoints(place) if number is None else [number]
     for one in numbers:
@@ -142,9 +142,9 @@ def verify(where: str, number: int | None) -> None:
             bad += 1
             click.echo(f"checkpoint {one}: NOT intact")
         for line in wrong:
-            if line not in said:
+            if line not in shown:
                 click.echo(f"  {line}")
-                said.add(line)
+                shown.add(line)
     if bad:
         raise CheckpointError(f"{bad} of {len(numbers)} checkpoints in {place.url} are not intact, see above")
 

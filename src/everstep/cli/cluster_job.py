@@ -145,31 +145,31 @@ def _shown(job: Object) -> Object:
 
 def status_lines(job: Object) -> list[str]:
     """Return what people read of a job."""
-    told: dict[str, Any] = job.get("status") or {}
-    progress = told.get("progress") or {}
-    head = f"{name_of(job)}  {job['spec'].get('mode')}  {told.get('phase', 'not seen by an operator yet')}"
+    status: dict[str, Any] = job.get("status") or {}
+    progress = status.get("progress") or {}
+    head = f"{name_of(job)}  {job['spec'].get('mode')}  {status.get('phase', 'not seen by an operator yet')}"
     if progress:
         head += f"  {progress.get('samples', 0):,} samples"
         head += f" ({progress['percent']} %)" if "percent" in progress else ""
     lines = [head]
-    master = told.get("master") or {}
+    master = status.get("master") or {}
     if master:
         lines.append(f"master: {'ready' if master.get('ready') else 'not ready'}, {master.get('restarts', 0)} failures")
     for role in ("worker", "ps"):
-        of = told.get(role)
+        of = status.get(role)
         if of:
             lines.append(
                 f"{role}: {of['ready']} of {of['desired']} ready, {of['pending']} pending, {of['draining']} leaving, "
                 f"{of['restarts']} failures"
             )
-    for condition in told.get("conditions") or []:
+    for condition in status.get("conditions") or []:
         if condition["status"] == "True" and condition["type"] != "Ready":
             lines.append(f"{condition['type']}: {condition.get('message') or condition.get('reason')}")
-    if told.get("cost"):
+    if status.get("cost"):
         lines.append(cost_lines(job)[0])
-    if (told.get("checkpoint") or {}).get("number"):
-        lines.append(f"checkpoint {told['checkpoint']['number']} of {told['checkpoint']['time']}")
-    for each in (told.get("disruptions") or [])[-5:]:
+    if (status.get("checkpoint") or {}).get("number"):
+        lines.append(f"checkpoint {status['checkpoint']['number']} of {status['checkpoint']['time']}")
+    for each in (status.get("disruptions") or [])[-5:]:
         lines.append(f"{each.get('noticeTime')}: {each['pod']} goes from {each.get('node')} ({each['source']})")
     return lines
 
@@ -230,9 +230,9 @@ def suspend(run_dir: Path, on: bool, budget: float | None = None) -> None:
 def cost(run_dir: Path, as_json: bool) -> None:
     """Show what a job of a cluster has cost, by what its operator has counted."""
     job = find(run_dir).read()
-    told = (job.get("status") or {}).get("cost") or {}
+    costs = (job.get("status") or {}).get("cost") or {}
     if as_json:
-        click.echo(json.dumps({"cost": told, "budget": (job["spec"].get("cost") or {}).get("budget")}))
+        click.echo(json.dumps({"cost": costs, "budget": (job["spec"].get("cost") or {}).get("budget")}))
         return
     for line in cost_lines(job):
         click.echo(line)
@@ -240,21 +240,21 @@ def cost(run_dir: Path, as_json: bool) -> None:
 
 def cost_lines(job: Object) -> list[str]:
     """Return what people read of a job's cost."""
-    told, asked = (job.get("status") or {}).get("cost") or {}, job["spec"].get("cost") or {}
-    if not told:
+    costs, asked = (job.get("status") or {}).get("cost") or {}, job["spec"].get("cost") or {}
+    if not costs:
         return ["nothing is counted: the job names no prices (spec.worker.price.onDemandHourly), or no pod ran yet"]
     money = asked.get("currency", "USD")
-    pods_s = int(told.get("spotPodSeconds", 0)) + int(told.get("onDemandPodSeconds", 0))
+    pods_s = int(costs.get("spotPodSeconds", 0)) + int(costs.get("onDemandPodSeconds", 0))
     lines = [
-        f"spent {told.get('spent')} {money} up to {told.get('time')}: {pods_s / 3600:.2f} pod hours, "
-        f"{int(told.get('spotPodSeconds', 0)) / 3600:.2f} of them on spot machines",
-        f"on demand it would have been {told.get('onDemandEquivalent')} {money}: {told.get('savedPercent')} % saved",
+        f"spent {costs.get('spent')} {money} up to {costs.get('time')}: {pods_s / 3600:.2f} pod hours, "
+        f"{int(costs.get('spotPodSeconds', 0)) / 3600:.2f} of them on spot machines",
+        f"on demand it would have been {costs.get('onDemandEquivalent')} {money}: {costs.get('savedPercent')} % saved",
     ]
-    if told.get("unpricedPodSeconds"):
-        lines.append(f"not in it: {int(told['unpricedPodSeconds']) / 3600:.2f} pod hours on machines without a price")
+    if costs.get("unpricedPodSeconds"):
+        lines.append(f"not in it: {int(costs['unpricedPodSeconds']) / 3600:.2f} pod hours on machines without a price")
     samples = (job["status"].get("progress") or {}).get("samples", 0)
     if samples:
-        lines.append(f"a million samples cost {1e6 * float(told.get('spent', 0)) / samples:.4f} {money}")
+        lines.append(f"a million samples cost {1e6 * float(costs.get('spent', 0)) / samples:.4f} {money}")
     if asked.get("budget"):
         lines.append(f"budget: {asked['budget']} {money}; the job is suspended before it has spent that")
     return lines

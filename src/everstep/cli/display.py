@@ -68,7 +68,7 @@ class Display:
         self._make = make
         self._events = LogTail(run_dir / "events.jsonl", at_end=True)  # (of a job that goes on: what is new)
         self._output = ScriptOutput(run_dir / "logs" / "worker-0.log")
-        self._said: list[str] = []
+        self._waiting_texts: list[str] = []
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._wake = threading.Event()
@@ -80,7 +80,7 @@ class Display:
     def say(self, text: str) -> None:
         """Show a line of the agent's own; from any thread."""
         with self._lock:
-            self._said.append(text)
+            self._waiting_texts.append(text)
         self._wake.set()
 
     def stop(self) -> None:
@@ -109,14 +109,14 @@ class Display:
 
     def _lines(self, screen: Screen, last: bool = False) -> None:
         with self._lock:
-            said, self._said = self._said, []
+            texts, self._waiting_texts = self._waiting_texts, []
         for line in self._output.lines(last):
             screen.line(line, "script")
         for raw in self._events.lines():
             with contextlib.suppress(msgspec.MsgspecError):
                 event = _event_line_decoder.decode(raw)
                 screen.line(str(event), "event", event.at)
-        for text in said:
+        for text in texts:
             screen.line(text, "event")
 
 

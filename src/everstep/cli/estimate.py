@@ -56,11 +56,11 @@ def estimate(command: Sequence[str], flags: EstimateFlags, as_json: bool, no_run
         raise ConfigError("no script: everstep estimate train.py [ARGS]")
     script = check_script(command[0])
     wishes = wishes_of(flags, declared_mode(script))
-    similar, said = earlier_jobs(script, tuple(command[1:]), wishes, flags.stages or 1)
-    if said and not as_json:
-        click.echo(f"everstep: {said}", err=True)
+    similar, trouble = earlier_jobs(script, tuple(command[1:]), wishes, flags.stages or 1)
+    if trouble and not as_json:
+        click.echo(f"everstep: {trouble}", err=True)
     if no_run:
-        probes, sizing = from_history(script, similar, flags, wishes, said)
+        probes, sizing = from_history(script, similar, flags, wishes, trouble)
         show(sizing, probes, as_json)
         return
     if not as_json:
@@ -96,12 +96,12 @@ def earlier_jobs(script: Path, args: tuple[str, ...], wishes: Wishes, stages: in
 
 
 def from_history(
-    script: Path, similar: list[Similar], flags: EstimateFlags, wishes: Wishes, said: str
+    script: Path, similar: list[Similar], flags: EstimateFlags, wishes: Wishes, trouble: str
 ) -> tuple[tuple[ProbeRun, ...], Sizing]:
     """Return the estimate that earlier jobs alone give. Raises ConfigError where there are none."""
     probes, used = as_probes(similar, flags.parity) if similar else ([], [])
     if not probes:
-        why = said or "the history has no job of this script, mode and parity that ended well"
+        why = trouble or "the history has no job of this script, mode and parity that ended well"
         raise ConfigError(f"--no-run: {script.name}: {why}; run it once with everstep run, or leave --no-run out")
     sizing = Estimator(tuple(probes), wishes).sizing()
     notes = (*sizing.notes, *(f"history: from {one}" for one in used))

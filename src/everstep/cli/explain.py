@@ -100,14 +100,14 @@ class _Chains:
 
     def __init__(self) -> None:
         self._found = Causes()
-        self._told: dict[int, tuple[float, str]] = {}
+        self._facts: dict[int, tuple[float, str]] = {}
         self.causes: dict[int, int] = {}
         self.effects: dict[int, list[int]] = {}
 
     def note(self, seq: int, event: Event, instructions: Sequence[InstructionType]) -> None:
         cause = self.causes[seq] = event.cause or self._found.of(event.fact)
         self._found.note(seq, event, instructions)
-        self._told[seq] = event.at, fact_words(event)
+        self._facts[seq] = event.at, fact_words(event)
         if cause:
             self.effects.setdefault(cause, []).append(seq)
 
@@ -115,12 +115,12 @@ class _Chains:
         """Return the causes: ``event 91 (ps:1 #2 joined)``, the event behind that one, and so on."""
         out = []
         while seq:
-            out.append(f"event {seq} ({self._told[seq][1]})")
+            out.append(f"event {seq} ({self._facts[seq][1]})")
             seq = self.causes[seq]
         return out
 
     def lines(self, seq: int, depth: int, decided: list[str]) -> Iterator[str]:
-        at, words = self._told[seq]
+        at, words = self._facts[seq]
         indent = "  " * depth
         yield f"{_clock(at)}  {indent}event {seq}: {words}"
         for line in decided:

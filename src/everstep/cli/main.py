@@ -329,8 +329,8 @@ def chaos(
     from everstep.cli.chaos import chosen, inject, one, play, read_recording, read_schedule, workers_of
 
     more = {"factor": "factor", "for": "span", "every": "every", "seed": "seed", "burn": "burn"}
-    said = click.core.ParameterSource.COMMANDLINE
-    name, value = chosen(what, [flag for flag, key in more.items() if ctx.get_parameter_source(key) is said])
+    by_hand = click.core.ParameterSource.COMMANDLINE
+    name, value = chosen(what, [flag for flag, key in more.items() if ctx.get_parameter_source(key) is by_hand])
     if name == "schedule":
         play(run_dir, read_schedule(value), seed, burn)
     elif name == "recording":

@@ -234,9 +234,9 @@ def _probe_run(
 def _last_words(log: Path) -> str:
     with contextlib.suppress(OSError):
         lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        said = [line for line in lines if line.startswith("everstep: ") and "run directory" not in line[:60]]
-        if said or lines:
-            return (said or lines)[-1].removeprefix("everstep: ").partition("; log:")[0]
+        messages = [line for line in lines if line.startswith("everstep: ") and "run directory" not in line[:60]]
+        if messages or lines:
+            return (messages or lines)[-1].removeprefix("everstep: ").partition("; log:")[0]
     return "it said nothing"
 
 

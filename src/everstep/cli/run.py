@@ -282,8 +282,8 @@ def run_terms(
         if files is not None:
             files.close()
     outcome, lines = leave_model(spec, run_dir, outcome)
-    if said := remember_job(spec, run_dir, run.seen):
-        lines = [*lines, said]
+    if note := remember_job(spec, run_dir, run.seen):
+        lines = [*lines, note]
     code = conclude(outcome, run_dir, time.monotonic() - began, lines)
     return SUSPENDED if suspended else code
 
@@ -298,7 +298,7 @@ class _Run:
     def __init__(self, spec: JobSpec, run_dir: Path, live: bool) -> None:
         self._spec, self._run_dir, self._live = spec, run_dir, live
         self._agent: Agent | None = None
-        self._told = False
+        self._warned = False
         self.seen = SeenJob()
         self.display = self._make_display()
 
@@ -348,8 +348,8 @@ class _Run:
             notices=sources_of(spec.notices),
             suspends=spec.capacity == "slurm" and "SLURM_JOB_ID" in os.environ,
         )
-        if not self._told:
-            self._told = True
+        if not self._warned:
+            self._warned = True
             self._tell(agent.host)
         return agent
 

@@ -233,22 +233,22 @@ def simulate_job(request: Request, say: Callable[[str], None] = lambda line: Non
         lines, work = tuple(figure_lines(setting.model)), setting.work
         played = (spec.capacity_speed, seconds(spec.capacity_quiet)) if request.as_played else (1.0, 0.0)
         try:
-            told = list(stories(trace, offer, request.nodes or spec.capacity_nodes, request.seeds, *played))
+            shown = list(stories(trace, offer, request.nodes or spec.capacity_nodes, request.seeds, *played))
         except TraceError as error:
             raise ConfigError(f"--nodes {request.nodes}: {error}") from None
         if request.kind:
             spec = msgspec.structs.replace(spec, hardware=offer.hardware, zone=offer.zone)
         name = request.spot_policy or spec.spot_policy
         if (policy := _load_spot_policy(name)) is not None:
-            spec, about = _planned(policy, name, spec, setting.model, told[0])
+            spec, about = _planned(policy, name, spec, setting.model, shown[0])
         lead_s = seconds(spec.capacity_lead)
         say(setting.name)
         found = [
-            virtual(spec, setting.work, setting.model, story, lead_s, limit_s, seed) for seed, story in enumerate(told)
+            virtual(spec, setting.work, setting.model, story, lead_s, limit_s, seed) for seed, story in enumerate(shown)
         ]
-        rows.append(_row(setting.name, found, told, book, began, about))
+        rows.append(_row(setting.name, found, shown, book, began, about))
         if request.baselines:
-            rows += _others(setting, spec, told, limit_s, restart_s, book, began, say)
+            rows += _others(setting, spec, shown, limit_s, restart_s, book, began, say)
     return Report(source, work, lines, tuple(rows))
 
 
@@ -303,7 +303,7 @@ def _planned(policy: SpotPolicy, name: str, spec: JobSpec, model: MeasuredJob, s
 def _others(
     setting: Setting,
     spec: JobSpec,
-    told: Sequence[Story],
+    shown: Sequence[Story],
     limit_s: float,
     restart_s: float,
     book: PriceBook,
@@ -311,22 +311,22 @@ def _others(
     say: Callable[[str], None],
 ) -> list[Row]:
     say(f"{setting.name}: others")
-    ruled = [others(spec, setting.work, setting.model, story, limit_s, restart_s) for story in told]
+    ruled = [others(spec, setting.work, setting.model, story, limit_s, restart_s) for story in shown]
     rows = []
     for name, words in OTHERS.items():
         found = [r[name] for r in ruled]
         spans = sorted({f"{r.rule.interval_s:.0f} s" for r in found})
         about = f"a checkpoint every {', '.join(spans)}; newcomers {found[0].rule.joins}; restart in {restart_s:g} s"
-        rows.append(_row(words, [r.outcome for r in found], told, book, began, about))
+        rows.append(_row(words, [r.outcome for r in found], shown, book, began, about))
     return rows
 
 
 def _row(
-    name: str, found: Sequence[Outcome], told: Sequence[Story], book: PriceBook, began: float | None, about: str = ""
+    name: str, found: Sequence[Outcome], shown: Sequence[Story], book: PriceBook, began: float | None, about: str = ""
 ) -> Row:
     at = 0.0 if began is None else began
     costs = tuple(
-        reckon(outcome.machines, (), book, at + story.begins_s) for outcome, story in zip(found, told, strict=True)
+        reckon(outcome.machines, (), book, at + story.begins_s) for outcome, story in zip(found, shown, strict=True)
     )
     return Row(name, tuple(found), costs, about)
 

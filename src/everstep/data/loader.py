@@ -75,11 +75,11 @@ class Loader:
     ) -> None:
         refuse(of_torch, f"loader {name!r}")
         if isinstance(source, DataLoader):
-            said = unpack(source)
-            source, collate_fn = said.dataset, collate_fn or said.collate_fn
-            batch_size = said.batch_size if batch_size is None else batch_size
-            shuffle = said.shuffle if shuffle is None else shuffle
-            drop_last = said.drop_last if drop_last is None else drop_last
+            unpacked = unpack(source)
+            source, collate_fn = unpacked.dataset, collate_fn or unpacked.collate_fn
+            batch_size = unpacked.batch_size if batch_size is None else batch_size
+            shuffle = unpacked.shuffle if shuffle is None else shuffle
+            drop_last = unpacked.drop_last if drop_last is None else drop_last
         if batch_size is None:
             raise DataError(f"loader {name!r} needs a batch_size=")
         shuffle, drop_last = shuffle is not False, bool(drop_last)

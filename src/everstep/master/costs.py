@@ -45,7 +45,7 @@ class CostController:
             self._unread = str(error)
         self._costs = LiveCosts(book, brain.state.spent, spec.lost_after_s)
         self._look_at = self._noted_at = self._ask_at = 0.0
-        self._said: set[tuple[str, str, str]] = set()
+        self._warned: set[tuple[str, str, str]] = set()
         self.asked = False
         """Whether the job was asked to be suspended, for its budget."""
         if brain.job.phase is Phase.SUSPENDED:
@@ -75,15 +75,15 @@ class CostController:
 
     def _say_unknown(self, at: float) -> None:
         if self._unread:
-            if not self._said:
+            if not self._warned:
                 words = f"{self._unread}: from now on machines have no price, and no budget is kept"
                 self._note(at, "", Decision("price unknown", words))
-                self._said.add(("", "", ""))
+                self._warned.add(("", "", ""))
             return
         for machine in self._costs.unknown():
             key = (machine.hardware, machine.zone, machine.market.value)
-            if key not in self._said:
-                self._said.add(key)
+            if key not in self._warned:
+                self._warned.add(key)
                 words = f"{offer_words(Offer(*key[:2], machine.market))} has no price: what it costs is not counted"
                 self._note(at, machine.node, Decision("price unknown", f"{words}; name it in --prices"))
 

@@ -54,7 +54,7 @@ class MetricsServer:
         self._task = asyncio.create_task(self._listen())
 
     async def _listen(self) -> None:
-        told = False
+        reported = False
         while True:
             try:
                 self._server = await asyncio.start_server(
@@ -62,9 +62,9 @@ class MetricsServer:
                 )
                 return
             except OSError as error:
-                if not told:
+                if not reported:
                     logger.warning("no metrics on %s:%s yet: %s", self._host, self._port, error.strerror or error)
-                told = True
+                reported = True
             await asyncio.sleep(_AGAIN_S)
 
     async def close(self) -> None:

@@ -129,7 +129,7 @@ class Observer:
             at=at,
             mode=spec.mode,
             consistency="sync" if spec.grouped else consistency.kind,
-            backup=told if (told := brain.state.control.backup) >= 0 else consistency.backup,
+            backup=asked if (asked := brain.state.control.backup) >= 0 else consistency.backup,
             step=brain.state.groups.step if group is not None else 0,
             global_batch=int(max(batches, default=0.0)),
             wanted_workers=brain.job.workers_wanted,

@@ -26,7 +26,7 @@ import msgspec
 
 from everstep.brain.brain import Brain
 from everstep.brain.events import FactType, PlanMade, PolicyDisabled, StepsCommitted
-from everstep.brain.policy_control import as_plan, as_returned, batch_shares, line, refuse, said
+from everstep.brain.policy_control import as_plan, as_returned, batch_shares, error_words, line, refuse
 from everstep.config.renamed import POLICIES as RENAMED_POLICIES
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, Slot
@@ -67,7 +67,7 @@ class PolicyController:
         self._look_at = self._peek_at = 0.0
         self._looked_at = float("-inf")
         self._known: frozenset[tuple[Slot, Incarnation]] = frozenset()  # workers of which there were readings
-        self._told: dict[tuple[Slot, Incarnation], float] = {}  # seconds per sample of the last look
+        self._seconds: dict[tuple[Slot, Incarnation], float] = {}  # seconds per sample of the last look
         self._shown: Observations | None = None  # to the call under way
         self._tick_at, self._spent_s = 0.0, 0.0  # so long it takes until now
         self._made: queue.SimpleQueue[tuple[Plan | None, Any, str]] = queue.SimpleQueue()
@@ -99,7 +99,7 @@ class PolicyController:
                 self._disable(at, f"it takes longer than {self._limit_s:g} s")
         elif at >= self._peek_at and (due := self._due(at)) is not None:
             self._looked_at, self._look_at = at, at + self._window_s
-            self._told = {(w.slot, w.incarnation): w.short.per_sample_s or w.long.per_sample_s for w in due.workers}
+            self._seconds = {(w.slot, w.incarnation): w.short.per_sample_s or w.long.per_sample_s for w in due.workers}
             self._shown, self._spent_s = due, 0.0
             # (the state as it is now goes along: a call that is given up must not change it later)
             threading.Thread(
@@ -129,15 +129,15 @@ class PolicyController:
 
     def _news(self, seen: WorkerSeen) -> bool:
         """Return whether the step that it computes takes clearly longer than was known at the last look."""
-        told_s = self._told.get((seen.slot, seen.incarnation), 0.0)
-        return seen.short.under_way and seen.short.per_sample_s >= told_s * NEWS
+        last_s = self._seconds.get((seen.slot, seen.incarnation), 0.0)
+        return seen.short.under_way and seen.short.per_sample_s >= last_s * NEWS
 
     def _call(self, seen: Observations, state: Any, made: queue.SimpleQueue[tuple[Plan | None, Any, str]]) -> None:
         """On the policy's thread, with all that is done to what it returned: any of it may be code of its own."""
         try:
             made.put(self._ask(seen, state))
         except BaseException as error:  # whatever it is, it must not stay on this thread: SystemExit, too
-            made.put((None, None, f"it raised {said(error)}{_where(error)}"))
+            made.put((None, None, f"it raised {error_words(error)}{_where(error)}"))
         self._say_made()
 
     def _ask(self, seen: Observations, state: Any) -> tuple[Plan | None, Any, str]:
@@ -225,9 +225,9 @@ def _divided(brain: Brain, workers: tuple[WorkerSeen, ...]) -> tuple[int, int, t
     shares = apportion(total, group.split.shares or (1,) * group.size)
     out = []
     for rank, m in enumerate(group.members):
-        told = group.split.passes[rank] if group.split.passes else 0
+        passes_before = group.split.passes[rank] if group.split.passes else 0
         seen = by_process[m.slot, m.incarnation]
-        passes, micro = _passes(shares[rank], told or -(-shares[rank] // max(1, batch)), seen.memory_batch)
+        passes, micro = _passes(shares[rank], passes_before or -(-shares[rank] // max(1, batch)), seen.memory_batch)
         memory = control.memory(m.slot, seen.memory_batch, batch)
         out.append(msgspec.structs.replace(seen, batch=micro, accum=passes, share=shares[rank], memory_batch=memory))
     return total, batch, tuple(sorted(out, key=lambda w: w.slot))
@@ -238,10 +238,10 @@ def _divided_ps(brain: Brain, workers: tuple[WorkerSeen, ...]) -> tuple[int, int
     (then ``accum``, as it told it, is more than 1), leaves nothing to divide."""
     if not workers or any(w.loader_batch <= 0 or w.accum > 1 for w in workers):
         return 0, 0, workers
-    told = {p.slot: p for p in batch_shares(brain.state.control, {w.slot: w.incarnation for w in workers})}
+    shares = {p.slot: p for p in batch_shares(brain.state.control, {w.slot: w.incarnation for w in workers})}
     out = []
     for w in workers:
-        batch_share = told.get(w.slot, BatchShare(w.slot, w.loader_batch, 1))
+        batch_share = shares.get(w.slot, BatchShare(w.slot, w.loader_batch, 1))
         passes, micro = _passes(batch_share.samples, batch_share.in_passes(w.loader_batch), w.memory_batch)
         memory = brain.state.control.memory(w.slot, w.memory_batch, w.loader_batch)
         out.append(

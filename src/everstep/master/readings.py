@@ -109,7 +109,7 @@ class Readings:
         self._path = run_dir / METRICS_FILE
         self._last: tuple[float, int] | None = None
         self._rate = 0.0
-        self.samples_told = 0  # by the lines of metrics, those of an earlier master included; never goes back
+        self.samples_reported = 0  # by the lines of metrics, those of an earlier master included; never goes back
         self._steps: tuple[float, int] = (0.0, 0)
         self._steps_per_s = 0.0
         self._progress = Progress()
@@ -127,7 +127,7 @@ class Readings:
                 with contextlib.suppress(msgspec.MsgspecError):  # so may the first
                     line = _metrics_line_decoder.decode(raw)
                     self.values, self._retried = line.values, line.retried
-                    self.samples_told = max(self.samples_told, line.samples_done)
+                    self.samples_reported = max(self.samples_reported, line.samples_done)
 
     def reported(self, values: dict[str, float]) -> None:
         """Take in what a script said with ``job.report``, newest of each name; of so many names as people can read."""
@@ -161,12 +161,12 @@ class Readings:
 
     def samples_per_s(self, brain: Brain) -> float:
         """Sum over the workers' own rates; where none tells, from the shards done lately."""
-        told = [
+        rates = [
             self.of(record.member.key, record.member.incarnation).get("samples_per_s", 0.0)
             for record in brain.members.workers.values()
             if record.running
         ]
-        return sum(told) or self._rate
+        return sum(rates) or self._rate
 
     def metrics(self, brain: Brain, watch: HeartbeatWatch, at: float) -> MetricsLine:
         done = self.samples_done(brain, watch)
@@ -174,7 +174,7 @@ class Readings:
         if self._last is not None and at > self._last[0]:
             self._rate = max(0.0, (done - self._last[1]) / (at - self._last[0]))
         self._last = (at, done)
-        self.samples_told = max(self.samples_told, done)
+        self.samples_reported = max(self.samples_reported, done)
         step = brain.state.groups.step
         if 0 < self._steps[0] < at:
             self._steps_per_s = max(0.0, (step - self._steps[1]) / (at - self._steps[0]))
@@ -195,10 +195,10 @@ class Readings:
         """Return what the read model has beside the brain, but for what only the master's shell knows."""
         levels = self._look_at_protection(brain, at)
         done = self.samples_done(brain, watch)
-        self.samples_told = max(self.samples_told, done)
+        self.samples_reported = max(self.samples_reported, done)
         return Measured(
             samples_done=done,
-            samples_total=self.samples_told,
+            samples_total=self.samples_reported,
             samples_per_s=self.samples_per_s(brain),
             steps_per_s=self._steps_per_s,
             batches_retried=self.batches_retried,

@@ -566,7 +566,7 @@ class Master:
         if record is None:
             return Fenced(f"{key} #{who.incarnation} was replaced")
         own = {self.brain.leases[shard].no for shard in record.held}
-        progress = tuple(told for told in r.progress if told[0] in own)
+        progress = tuple(each for each in r.progress if each[0] in own)
         for heard in self.watch.heard(key, who.incarnation, at, progress):
             self._tell(heard)
         self.watch.moved(key, who.incarnation, at, r.idle_s, r.inside)

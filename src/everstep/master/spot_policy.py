@@ -16,7 +16,7 @@ from pathlib import Path
 
 from everstep.brain.brain import Brain
 from everstep.brain.events import Event, FactType, SpotChosen
-from everstep.brain.policy_control import line, said
+from everstep.brain.policy_control import error_words, line
 from everstep.config.every import MIN_EVERY_S
 from everstep.config.parity import parse_code
 from everstep.config.spec import JobSpec
@@ -108,7 +108,7 @@ class SpotController:
             plan = self._policy(seen)
             made.put(plan if isinstance(plan, SpotPlan) else f"it returned {plan!r}: expected a SpotPlan")
         except BaseException as error:  # whatever it is, it must not stay on this thread: SystemExit, too
-            made.put(f"it raised {said(error)}")
+            made.put(f"it raised {error_words(error)}")
 
     def _take(self, plan: SpotPlan | str) -> None:
         """Take in what a call came to."""

@@ -12,7 +12,7 @@ from everstep.ids import Incarnation
 from everstep.model.decision import Decision
 from everstep.model.member import MemberKey
 
-SAID_AFTER_S = 10.0
+REPORT_AFTER_S = 10.0
 
 
 class Stalls:
@@ -20,28 +20,28 @@ class Stalls:
     api/ps_engine.py)."""
 
     def __init__(self) -> None:
-        self._said: dict[MemberKey, tuple[Incarnation, int, float]] = {}  # life, the ps, longest so far
+        self._reported: dict[MemberKey, tuple[Incarnation, int, float]] = {}  # life, the ps, longest so far
 
     def __repr__(self) -> str:
-        return f"<stalls of {len(self._said)} workers>"
+        return f"<stalls of {len(self._reported)} workers>"
 
     def beat(self, key: MemberKey, incarnation: Incarnation, readings: Mapping[str, float]) -> Decision | None:
         """Return what is to be told of this worker now, if anything."""
         slot, waited_s = int(readings.get("stalled_ps", -1)), readings.get("stalled_s", 0.0)
-        said = self._said.get(key)
-        if said is not None and said[0] != incarnation:
-            said = None
-            del self._said[key]
-        if said is None:
-            if slot < 0 or waited_s < SAID_AFTER_S:
+        reported = self._reported.get(key)
+        if reported is not None and reported[0] != incarnation:
+            reported = None
+            del self._reported[key]
+        if reported is None:
+            if slot < 0 or waited_s < REPORT_AFTER_S:
                 return None
-            self._said[key] = (incarnation, slot, waited_s)
+            self._reported[key] = (incarnation, slot, waited_s)
             lacks = "has had another map than it, or lacked partitions that the map gives it"
             words = f"for {waited_s:.0f} s ps:{slot} {lacks}"
             return Decision("waits for a ps", words, {"ps": slot, "waited_s": round(waited_s, 1)})
-        if slot == said[1] and waited_s >= said[2]:
-            self._said[key] = (incarnation, slot, waited_s)
+        if slot == reported[1] and waited_s >= reported[2]:
+            self._reported[key] = (incarnation, slot, waited_s)
             return None
-        del self._said[key]
-        words = f"ps:{said[1]} answers again, after {said[2]:.0f} s"
-        return Decision("goes on", words, {"ps": said[1], "waited_s": round(said[2], 1)})
+        del self._reported[key]
+        words = f"ps:{reported[1]} answers again, after {reported[2]:.0f} s"
+        return Decision("goes on", words, {"ps": reported[1], "waited_s": round(reported[2], 1)})

@@ -118,7 +118,7 @@ class Committed(msgspec.Struct, frozen=True, array_like=True):
 
     ``skipped``: ranges of them whose gradients were not finite (policy skip). ``digest``: of the reduced gradients of
     the last one, as voted. ``loop``: of the script, from 1, that trained them; 0: not said. ``unstepped``: ranges
-    of steps in which the script did not call ``opt.step()``: it went on accumulating, or left them out. ``met``: the
+    of steps in which the script did not call ``opt.step()``: it went on accumulating, or left them out. ``agreed``: the
     later generation in which everybody was known to have them; 0: that of the steps."""
 
     generation: Whole
@@ -132,7 +132,7 @@ class Committed(msgspec.Struct, frozen=True, array_like=True):
     digest: Bits64 = 0
     loop: Whole = 0
     unstepped: tuple[tuple[Whole, Whole], ...] = ()
-    met: Whole = 0
+    agreed: Whole = 0
 
     @property
     def after(self) -> Position:

@@ -35,11 +35,11 @@ _decoder = msgspec.json.Decoder(PastJob)
 
 def history_path(environment: Mapping[str, str]) -> Path | None:
     """Return where the history is; None: none is kept."""
-    said = environment.get(VARIABLE, "")
-    if said == "off":
+    setting = environment.get(VARIABLE, "")
+    if setting == "off":
         return None
-    if said:
-        return Path(said).expanduser()
+    if setting:
+        return Path(setting).expanduser()
     state = environment.get("XDG_STATE_HOME", "")
     home = Path(state) if state.startswith("/") else Path(environment.get("HOME") or Path.home()) / ".local" / "state"
     return home / "everstep" / "history.sqlite"

@@ -56,10 +56,12 @@ class JournalFold:
         self.ps_on: dict[tuple[Slot, Incarnation], NodeId] = {}
         self.lost_with: dict[NodeId, set[tuple[Slot, Incarnation]]] = {}
         self.workers_on: dict[tuple[Slot, Incarnation], NodeId] = {}
-        self._said: set[ShardKey] = set()
+        self._reported_done: set[ShardKey] = set()
 
     def __repr__(self) -> str:
-        return f"<journal fold {len(self.plans)} plans, {len(self.grants)} leases, {len(self._said)} shards done>"
+        return (
+            f"<journal fold {len(self.plans)} plans, {len(self.grants)} leases, {len(self._reported_done)} shards done>"
+        )
 
     def take(self, event: Event) -> None:
         """Add one event to the facts."""
@@ -78,7 +80,7 @@ class JournalFold:
                     self._grant(reply.answer.lease.no, reply.answer.lease.shard, sender.slot, sender.incarnation)
         elif isinstance(fact, ShardDone):
             if any(isinstance(reply, Reply) and isinstance(reply.answer, Ok) for reply in out):
-                self._said.add(fact.shard)
+                self._reported_done.add(fact.shard)
         elif isinstance(fact, StepsCommitted):
             if any(isinstance(reply, Reply) and isinstance(reply.answer, Ok) for reply in out):
                 self.steps.announced(fact.steps)
@@ -121,7 +123,7 @@ class JournalFold:
         """Shards that are done, and did not come back since."""
         if self.brain.takes(StepsCommitted):
             return {key for key in self._all_shards() if self._is_done(key)}
-        return {key for key in self._said | self.resumed if self._is_done(key)}
+        return {key for key in self._reported_done | self.resumed if self._is_done(key)}
 
     def _is_done(self, key: ShardKey) -> bool:
         return self.brain.shards.state(key) in (ShardState.DONE, ShardState.RELEASED)

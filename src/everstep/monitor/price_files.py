@@ -18,8 +18,8 @@ def read_prices(path: Path) -> PriceBook:
         if path.suffix == ".parquet":
             return _parquet(path)
         with path.open("rb") as file:
-            packed = file.read(2) == b"\x1f\x8b"
-        with gzip.open(path) if packed else path.open("rb") as file:
+            compressed = file.read(2) == b"\x1f\x8b"
+        with gzip.open(path) if compressed else path.open("rb") as file:
             raw = file.read(PRICES_MAX_BYTES + 1)
         if len(raw) > PRICES_MAX_BYTES:
             raise PriceError(f"larger than {PRICES_MAX_BYTES >> 20} MB")

@@ -34,17 +34,17 @@ def fault_words(fault: RunningFault, at: float) -> str:
 
 def judge(seen: Observations, faults: Iterable[tuple[str, str]] = ()) -> list[Judged]:
     """Judge everybody, slowest first. ``faults``: (member, words) of those that last."""
-    told = dict(faults)
+    faulty = dict(faults)
     found: list[Judged] = []
     # of the long window where a step takes longer than the short one: so policies see it, too
     paces = {w.slot: w.short.per_sample_s or w.long.per_sample_s for w in seen.workers}
     for w in seen.workers:
         peers = [paces[p.slot] for p in seen.workers if p.hardware == w.hardware]
-        found.append(_judge(w, paces[w.slot], peers, _worker_words(w), "compute", "no reading yet", told))
+        found.append(_judge(w, paces[w.slot], peers, _worker_words(w), "compute", "no reading yet", faulty))
     for s in seen.servers:
         peers = [p.service_s for p in seen.servers if p.hardware == s.hardware]
         idle = "no requests now" if s.long_load.service_s else "no requests yet"
-        found.append(_judge(s, s.service_s, peers, _server_words(s), "service", idle, told))
+        found.append(_judge(s, s.service_s, peers, _server_words(s), "service", idle, faulty))
     return sorted(found, key=lambda j: (-j.slowness, j.member))
 
 
@@ -71,7 +71,7 @@ def _judge(
     words: list[str],
     what: str,
     idle: str,
-    told: dict[str, str],
+    faulty: dict[str, str],
 ) -> Judged:
     member, role = str(m), Role.WORKER if isinstance(m, WorkerSeen) else Role.PS
     known = [p for p in peers if p > 0]
@@ -81,8 +81,8 @@ def _judge(
         words = [idle, *words]
     elif slowness >= NOTICED:
         words = [f"{what} {slowness:.1f}x the median of its class", *words]
-    if member in told:
-        words.append(f"fault: {told[member]}")
+    if member in faulty:
+        words.append(f"fault: {faulty[member]}")
     return Judged(member, slowness, seconds, ", ".join(words), role, m.slot)
 
 

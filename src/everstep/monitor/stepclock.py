@@ -48,7 +48,7 @@ class StepClock:
         "_ns",
         "_phase",
         "_recent",
-        "_told_s",
+        "_reported_s",
         "_under_way",
         "aside",
         "batch",
@@ -65,7 +65,7 @@ class StepClock:
         self._at = now()
         self._compute_ns = 0  # own compute up to the end of the last one
         self._recent: list[float] = []  # seconds per sample, of the steps since the last beat
-        self._told_s = 0.0  # seconds per sample of the last readings that had them
+        self._reported_s = 0.0  # seconds per sample of the last readings that had them
         self._new = False  # a pace that is not told yet is another one
         self._under_way = 0  # samples that are being computed
         self.samples = self.steps = self.batch = 0
@@ -128,7 +128,7 @@ class StepClock:
             self.samples += samples
             self.batch = samples
             per_sample_s = own_ns * 1e-9 / samples
-            if own_ns * 1e-9 >= LONG_S and not self._told_s / NEWS < per_sample_s < self._told_s * NEWS:
+            if own_ns * 1e-9 >= LONG_S and not self._reported_s / NEWS < per_sample_s < self._reported_s * NEWS:
                 self._new = True
             recent = self._recent
             if len(recent) < _RECENT:
@@ -155,7 +155,7 @@ class StepClock:
     def news(self) -> bool:
         """The next readings are worth telling at once. For any thread."""
         least_s = self.at_least_s
-        return self._new or (least_s * self._under_way >= LONG_S and least_s >= NEWS * self._told_s > 0.0)
+        return self._new or (least_s * self._under_way >= LONG_S and least_s >= NEWS * self._reported_s > 0.0)
 
     def readings(self) -> dict[str, float]:
         """Return, for the beat, counters in seconds and samples, and the median since the last call where there is
@@ -167,5 +167,5 @@ class StepClock:
         if (least_s := self.at_least_s) > 0:
             out["at_least_s"] = least_s
         if recent:
-            self._told_s = out["per_sample_s"] = statistics.median(recent)
+            self._reported_s = out["per_sample_s"] = statistics.median(recent)
         return {k: v for k, v in out.items() if math.isfinite(v)}

@@ -44,7 +44,7 @@ class StateLineage(msgspec.Struct):
     """Is the lineage from generation ``lineage`` on, beginning at ``begin`` (``restore``: from this checkpoint, 0: from
     nothing)."""
 
-    origin: int
+    begun_by: int
     begin: Position
     restore: int
     copied: bool = False
@@ -78,7 +78,7 @@ class StepFold:
 
     def lineage(self, generation: int) -> StateLineage | None:
         """Return the one that this generation belongs to."""
-        return next((lineage for lineage in reversed(self.lineages) if lineage.origin <= generation), None)
+        return next((lineage for lineage in reversed(self.lineages) if lineage.begun_by <= generation), None)
 
 
 class StepsPiece(msgspec.Struct, array_like=True):
@@ -136,7 +136,7 @@ class StepCheck:
             kept = list(self._kept(lineage, until))
             steps = sum(p.last + 1 - p.first for p in kept)
             self.steps += steps
-            self.voided += sum(p.last + 1 - p.first for p in self.pieces[lineage.origin]) - steps
+            self.voided += sum(p.last + 1 - p.first for p in self.pieces[lineage.begun_by]) - steps
             for p in kept:
                 count.setdefault((p.dataset, p.epoch), []).append((p.lo, p.hi))
             self._skips(lineage, kept)
@@ -163,7 +163,7 @@ class StepCheck:
     def _walk(self, lineage: StateLineage, positions: dict[int, tuple[int, int]]) -> None:
         """Each range continues the one before; repeats say the same."""
         step = lineage.begin.step
-        pieces = self.pieces[lineage.origin] = []
+        pieces = self.pieces[lineage.begun_by] = []
         for c in sorted(lineage.announced, key=lambda c: (c.first, -c.last)):
             if not 0 <= c.dataset < len(self.plans) or not 0 <= c.lo < c.hi <= self.plans[c.dataset].samples:
                 self._offend("outside", "journal", c)
@@ -188,7 +188,7 @@ class StepCheck:
 
     def _kept(self, lineage: StateLineage, until: Position | None) -> Iterable[StepsPiece]:
         """Return what is not void."""
-        for p in self.pieces[lineage.origin]:
+        for p in self.pieces[lineage.begun_by]:
             if until is None or p.last < until.step:
                 yield p
             elif p.first < until.step:
@@ -237,22 +237,22 @@ class StepCheck:
                 self.report.notes.append(f"{log.name}: {log.problem}")
         next_step: dict[int, int] = {}
         last = len(self.fold.lineages) - 1
-        cuts = {lineage.origin: self._until(i, last) for i, lineage in enumerate(self.fold.lineages)}
+        cuts = {lineage.begun_by: self._until(i, last) for i, lineage in enumerate(self.fold.lineages)}
         for c in log.steps:
             lineage = self.fold.lineage(c.generation)
             if lineage is None or (log.slot, log.incarnation) not in self.fold.members.get(c.generation, ()):
                 self._offend("outside", log.name, c, f"it is not in generation {c.generation}")
                 continue
-            expected = next_step.get(lineage.origin)
+            expected = next_step.get(lineage.begun_by)
             if expected is not None and c.first < expected:
                 self._offend("twice", log.name, c, f"it logged steps below {expected} before")
             elif expected is not None and c.first > expected:
                 self._missed(log, lineage, expected, c)
-            next_step[lineage.origin] = c.last + 1
-            if (cut := cuts[lineage.origin]) is None or c.first < cut.step:
+            next_step[lineage.begun_by] = c.last + 1
+            if (cut := cuts[lineage.begun_by]) is None or c.first < cut.step:
                 self._loop(log.name, StepsPiece(c.first, c.last, c.dataset, c.epoch, c.lo, c.hi, c.generation, c.loop))
             self._position(lineage, c, log.name)
-            announced = max((p.last for p in self.pieces.get(lineage.origin, ())), default=-1)
+            announced = max((p.last for p in self.pieces.get(lineage.begun_by, ())), default=-1)
             if self.over and lineage is self.fold.lineages[-1] and c.last > announced:
                 self._offend(
                     "missing", "journal", c, f"{log.name} committed them, the journal has steps up to {announced}"
@@ -268,7 +268,7 @@ class StepCheck:
     def _missed(self, log: StepLog, lineage: StateLineage, expected: int, c: Committed) -> None:
         """A hole in a worker's log is right only where it was not in the group."""
         me = (log.slot, log.incarnation)
-        for p in self.pieces.get(lineage.origin, ()):
+        for p in self.pieces.get(lineage.begun_by, ()):
             if p.first < c.first and p.last >= expected and me in self.fold.members.get(p.generation, ()):
                 words = f"it was in generation {p.generation}, but did not log steps {expected}..{c.first - 1}"
                 self._offend("missing", log.name, c, words)
@@ -288,7 +288,7 @@ class StepCheck:
                     merged[-1][1] = max(merged[-1][1], last)
                 else:
                     merged.append([first, last])
-            for p in self.pieces[lineage.origin]:
+            for p in self.pieces[lineage.begun_by]:
                 if not any(first <= p.first and p.last <= last for first, last in merged):
                     if self.fold.members.get(p.generation, set()) <= self.fold.lost:
                         alone.append(p)
@@ -312,7 +312,7 @@ class StepCheck:
             return
         ends = ((c.first, (c.dataset, c.epoch, c.lo)), (c.last + 1, (c.dataset, *self._end(c))))
         for step, place in ends:
-            known = self.places.setdefault((lineage.origin, step), place)
+            known = self.places.setdefault((lineage.begun_by, step), place)
             if known != place and known[0] == place[0]:
                 words = f"step {step} is at {place[1:]} there, at {known[1:]} elsewhere (epoch, position)"
                 self._offend("conflict", who, c, words)
@@ -344,7 +344,7 @@ def check_steps(
         source = f"checkpoint {lineage.restore}" if lineage.restore else "the beginning"
         source = "the copy of its stages" if lineage.copied else source
         report.notes.append(
-            f"every state was lost before generation {lineage.origin}: steps from {lineage.begin.step} on were"
+            f"every state was lost before generation {lineage.begun_by}: steps from {lineage.begin.step} on were"
             f" void, and done again from {source}"
         )
     report.counts = {

@@ -151,7 +151,7 @@ class Windows:
         self.short_s, self._subwindows = short_s, subwindows
         self.dropped: dict[str, int] = {}
         self._members: dict[str, tuple[int, MemberWindows]] = {}
-        self._told: set[tuple[str, int, str]] = set()
+        self._reported: set[tuple[str, int, str]] = set()
 
     def __repr__(self) -> str:
         return f"<windows of {len(self._members)} members, {sum(self.dropped.values())} readings dropped>"
@@ -163,15 +163,15 @@ class Windows:
             return ""
         if known is None or known[0] != incarnation:
             known = self._members[member] = (incarnation, MemberWindows(self.short_s, self._subwindows))
-            self._told = {t for t in self._told if t[0] != member}
+            self._reported = {t for t in self._reported if t[0] != member}
         why = known[1].take(readings, at)
         if not why:
             return ""
         self.dropped[why] = self.dropped.get(why, 0) + 1
-        told = (member, incarnation, why)
-        if told in self._told:
+        report = (member, incarnation, why)
+        if report in self._reported:
             return ""
-        self._told.add(told)
+        self._reported.add(report)
         return why
 
     def of(self, member: str, incarnation: int) -> MemberWindows | None:

@@ -299,25 +299,25 @@ def _count(steps: dict[tuple[int, int], tuple[int, int]], fold: JournalFold, log
 # ---------------------------------------------------------------- both
 
 
-def compare(counts: Counts, said: Expectation, fold: JournalFold) -> list[str]:
+def compare(counts: Counts, expected: Expectation, fold: JournalFold) -> list[str]:
     """Return where the two differ, in words."""
     out: list[str] = []
     names = [plan.name for plan in fold.plans]
-    for where in sorted({*counts.rows, *said.epochs}):
+    for where in sorted({*counts.rows, *expected.epochs}):
         name = f"{names[where[0]] if where[0] < len(names) else f'dataset {where[0]}'} e{where[1]}"
         ids, values = counts.rows.get(where, (np.zeros(0, np.int64), np.zeros(0, np.float32)))
         whole = np.rint(values)
         out += _named(name, ids, values, np.abs(values - whole) > OFF_MAX, "is no whole number")
         out += _named(name, ids, values, whole > 1, "was applied more than once")
         applied = int((whole == 1).sum())
-        one = said.epochs.get(where)
+        one = expected.epochs.get(where)
         if one is None:
             if applied:
                 out.append(f"{name}: {applied} samples were applied, and the audit knows of none")
         elif not one.least <= applied <= one.most:
             between = f"{one.most:,}" if one.least == one.most else f"{one.least:,} to {one.most:,}"
             out.append(f"{name}: {applied:,} samples were applied once, and the audit says {between}")
-    return out + _steps(counts, said, fold)
+    return out + _steps(counts, expected, fold)
 
 
 def _named(
@@ -330,7 +330,7 @@ def _named(
     return [f"{name}: the count of {n:,} samples {what}: {first}{', ...' if n > _SHOWN else ''}"]
 
 
-def _steps(counts: Counts, said: Expectation, fold: JournalFold) -> list[str]:
+def _steps(counts: Counts, expected: Expectation, fold: JournalFold) -> list[str]:
     out: list[str] = []
     if counts.steps is None:
         return out
@@ -341,10 +341,12 @@ def _steps(counts: Counts, said: Expectation, fold: JournalFold) -> list[str]:
         if asked and not fits:
             over = ", ".join(map(str, sorted(asked)))
             out.append(f"loop {loop} of the script is over {over}, and has {found:g} steps of epoch {epoch}")
-    if said.steps is None:
+    if expected.steps is None:
         return out
-    for loop, epoch in sorted({*said.steps, *((a + 1, e) for a, e in np.argwhere(counts.steps > OFF_MAX).tolist())}):
-        least, most = said.steps.get((loop, epoch), (0, 0))
+    for loop, epoch in sorted(
+        {*expected.steps, *((a + 1, e) for a, e in np.argwhere(counts.steps > OFF_MAX).tolist())}
+    ):
+        least, most = expected.steps.get((loop, epoch), (0, 0))
         inside = loop <= len(counts.steps) and epoch < counts.steps.shape[1]
         found = float(counts.steps[loop - 1, epoch]) if inside else 0.0
         if not least - OFF_MAX <= found <= most + OFF_MAX:
@@ -366,14 +368,14 @@ def witnessed(run_dir: Path, report: AuditReport, folder: Path | None = None) ->
             raise
         report.notes.append("the witness was not asked: the job left no model")
         return report
-    said = expectation(run_dir, _checkpoint_of(folder or run_dir / "model"))
-    report.witness = compare(counts, said, fold)
+    expected = expectation(run_dir, _checkpoint_of(folder or run_dir / "model"))
+    report.witness = compare(counts, expected, fold)
     applied = sum(int((np.rint(values) == 1).sum()) for _, values in counts.rows.values())
     steps = 0 if counts.steps is None else round(float(counts.steps.sum()))
     report.counts |= {"witnessed_samples": applied, "witnessed_steps": steps}
-    if any(one.unknown for one in said.epochs.values()):
+    if any(one.unknown for one in expected.epochs.values()):
         report.notes.append("the witness: of the run before nothing is known; epochs that it trained may lack samples")
-    if counts.steps is not None and said.steps is None:
+    if counts.steps is not None and expected.steps is None:
         report.notes.append("the witness: steps were not compared, only in which epochs of which loop there are some")
     if report.witness and report.verdict is not Verdict.OFFENCES:
         report.verdict = Verdict.WITNESS

@@ -290,11 +290,11 @@ class ControlClient:
             later: list[OrderType] = []
             answer: Answered | None = None
             while answer is None:
-                for said in self._next(stream, decoder, deadline):
-                    if not isinstance(said, Return):
-                        later.append(said)
-                    elif said.id == call_id:
-                        answer = said.answer
+                for message in self._next(stream, decoder, deadline):
+                    if not isinstance(message, Return):
+                        later.append(message)
+                    elif message.id == call_id:
+                        answer = message.answer
             self._check_fenced(answer)
             self._give(self._on_welcome, answer)
             for order in later:
@@ -332,7 +332,7 @@ class ControlClient:
                 raise WireError("the master closed the connection")
             self._heard = heard = time.monotonic()
             for frame in decoder.feed(data):
-                self._deliver(_said(frame.kind, frame.header))
+                self._deliver(_decode_message(frame.kind, frame.header))
 
     def _next(self, stream: FrameSocket, decoder: FrameDecoder, deadline: Deadline) -> list[Return | OrderType]:
         while True:
@@ -340,36 +340,36 @@ class ControlClient:
             if data == b"":
                 raise WireError("the master closed the connection")
             if data is not None:
-                return [_said(frame.kind, frame.header) for frame in decoder.feed(data)]
+                return [_decode_message(frame.kind, frame.header) for frame in decoder.feed(data)]
             self._expire()
             if self._stop.is_set():
                 raise WireError("the connection to the master was closed")
             deadline.check()
 
-    def _deliver(self, said: Return | OrderType) -> None:
-        if not isinstance(said, Return):
-            self._give(self._on_order, said)
+    def _deliver(self, message: Return | OrderType) -> None:
+        if not isinstance(message, Return):
+            self._give(self._on_order, message)
             return
         with self._lock:
-            pending = self._pending.pop(said.id, None)
-        self._check_fenced(said.answer)
+            pending = self._pending.pop(message.id, None)
+        self._check_fenced(message.answer)
         if pending is not None:  # else: answered before, or given up
             with contextlib.suppress(InvalidStateError):  # cancelled
-                pending.future.set_result(said.answer)
+                pending.future.set_result(message.answer)
 
     def _check_fenced(self, answer: Answered) -> None:
         if isinstance(answer, Fenced) and self._fenced is None:
             self._fenced = answer
             self._give(self._on_fenced, answer)
 
-    def _give(self, callback: Callable[..., None] | None, said: object) -> None:
+    def _give(self, callback: Callable[..., None] | None, message: object) -> None:
         if callback is None:
             return
         try:
-            callback(said)
+            callback(message)
         except Exception:
             # The thread must live: without it no heartbeat, and the master would declare us lost.
-            logger.exception("callback of the control client failed on %s", said)
+            logger.exception("callback of the control client failed on %s", message)
 
     def _send_beat(self) -> None:
         assert self._beat is not None
@@ -431,7 +431,7 @@ def _call_frame(call_id: int, request: RequestType) -> bytes:
     return encode_frame(FrameKind.CALL, header)
 
 
-def _said(kind: int, header: bytes) -> Return | OrderType:
+def _decode_message(kind: int, header: bytes) -> Return | OrderType:
     if kind == FrameKind.RETURN:
         return decode_header(_return_decoder, header, "answer of the master")
     if kind == FrameKind.ORDER:

@@ -21,8 +21,8 @@ from everstep.brain.events import (
     PublishGroup,
     PublishPlacement,
     ReleaseShards,
+    Reported,
     RevokeLease,
-    Said,
     StartProcess,
     StopProcess,
 )
@@ -147,7 +147,7 @@ QueryType = (
 )
 """Requests that are answered from what the master knows, or that it keeps in memory: none becomes an event."""
 
-RequestType = Said | QueryType
+RequestType = Reported | QueryType
 
 
 class SpecReport(msgspec.Struct, frozen=True, tag="spec_report"):
@@ -608,7 +608,7 @@ class LogGrown(msgspec.Struct, frozen=True, tag="log_grown"):
     at: Whole
 
 
-class LogsTold(msgspec.Struct, frozen=True, tag="logs_told"):
+class LogsReported(msgspec.Struct, frozen=True, tag="logs_told"):
     """Says that ``node`` is there, and whether it has told all that its logs will ever have. Answer: FileTaken."""
 
     node: str
@@ -644,7 +644,7 @@ DataRequest = (
     | FileList
     | FileDrop
     | LogGrown
-    | LogsTold
+    | LogsReported
 )
 
 # ---------------------------------------------------------------- data plane: answers

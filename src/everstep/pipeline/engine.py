@@ -24,8 +24,8 @@ class PipelineEngine(GroupEngine):
     copies: StageCopies | None = None
     about_copy: Callable[[], CopyMeta | None] = staticmethod(lambda: None)  # of the first stage
 
-    def _begin(self, step: StepAttempt, rehearsal: bool = False) -> None:
-        super()._begin(step, rehearsal)
+    def _begin(self, step: StepAttempt, warm_up_step: bool = False) -> None:
+        super()._begin(step, warm_up_step)
         if self.copies is not None:
             self.copies.begin(step.number, self.about_copy(), step.generation)
 

@@ -177,8 +177,8 @@ class StageRunner:
         given: tuple[Tensor, ...] = first
         stages = []
         for number, home in enumerate(self.homes):
-            said = self._try(number, given) if home == self.own else None
-            shapes = tell_shapes(said, home)
+            output = self._try(number, given) if home == self.own else None
+            shapes = tell_shapes(output, home)
             if shapes.error:
                 got = ", ".join(str(TensorShape.of(value)) for value in given)
                 before = f"part {number - 1} gives it {got}" if number else f"its input is {got}"

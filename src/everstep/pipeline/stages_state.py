@@ -102,14 +102,14 @@ class StagesState(UnitState):
     def _take_in(self, position: Position, loop: int, into: torch.Tensor | None) -> SerializedState:
         parts = [self._mine()]
         for follower in self.unit.followers:
-            said, fd = self.unit.hear_part(follower)
-            memory = mmap.mmap(fd, said.header_bytes + said.body_bytes, prot=mmap.PROT_READ)
+            offered, fd = self.unit.hear_part(follower)
+            memory = mmap.mmap(fd, offered.header_bytes + offered.body_bytes, prot=mmap.PROT_READ)
             os.close(fd)
-            header = bytes(memory[: said.header_bytes])
-            body = torch.empty(said.body_bytes, dtype=torch.uint8)
-            if said.body_bytes:
+            header = bytes(memory[: offered.header_bytes])
+            body = torch.empty(offered.body_bytes, dtype=torch.uint8)
+            if offered.body_bytes:
                 with memoryview(memory) as view:
-                    body.numpy().data[:] = view[said.header_bytes :]
+                    body.numpy().data[:] = view[offered.header_bytes :]
             memory.close()
             parts.append(SerializedState(header, body))
         return joined(parts, self.whole, position, loop, into)

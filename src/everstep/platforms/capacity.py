@@ -127,7 +127,7 @@ class JoinedHosts:
         """``at``: HOST:PORT of the master."""
         self._how = f"other nodes: everstep agent --join {at} --secret-file (a copy of {secret_file})"
         self._say = say
-        self._said = False
+        self._warned = False
 
     def __repr__(self) -> str:
         return f"<{self.name}>"
@@ -136,8 +136,8 @@ class JoinedHosts:
         return ()
 
     def request(self, count: int, market: Market = Market.SPOT) -> None:
-        if count > 0 and not self._said:
-            self._said = True
+        if count > 0 and not self._warned:
+            self._warned = True
             self._say(self._how)
 
     def release(self, node: NodeId) -> None:

@@ -126,9 +126,9 @@ class Aws:
                 raise self._service.wrong(self._ACTION, page)
             out.append(Notice(self.name, "instance-action", f"the spot instance: {action}", time_of(found["time"])))
         if (page := self._service.page(self._REBALANCE)) is not None:
-            said = str(self._service.object(self._REBALANCE, page).get("noticeTime", ""))
+            value = str(self._service.object(self._REBALANCE, page).get("noticeTime", ""))
             what = "the spot instance is at a higher risk of interruption"
-            out.append(Notice(self.name, f"rebalance {said}", what, None, Certainty.LIKELY))
+            out.append(Notice(self.name, f"rebalance {value}", what, None, Certainty.LIKELY))
         return tuple(out)
 
 
@@ -160,14 +160,14 @@ class Gcp:
 
     def look(self) -> tuple[Notice, ...]:
         out: list[Notice] = []
-        said, since = self._page(self._PREEMPTED, ("FALSE", "TRUE"))
-        if said == "TRUE":
+        value, since = self._page(self._PREEMPTED, ("FALSE", "TRUE"))
+        if value == "TRUE":
             out.append(Notice(self.name, "preempted", "the instance is preempted", since + self._LEAD_S))
         known = ("NONE", "MIGRATE_ON_HOST_MAINTENANCE", "TERMINATE_ON_HOST_MAINTENANCE")
-        said, since = self._page(self._MAINTENANCE, known)
-        if said == "TERMINATE_ON_HOST_MAINTENANCE":
+        value, since = self._page(self._MAINTENANCE, known)
+        if value == "TERMINATE_ON_HOST_MAINTENANCE":
             out.append(Notice(self.name, "maintenance", "the host is maintained", since + self._MAINTENANCE_LEAD_S))
-        elif said == "MIGRATE_ON_HOST_MAINTENANCE":
+        elif value == "MIGRATE_ON_HOST_MAINTENANCE":
             what = "the instance moves to another host, and stands still meanwhile"
             out.append(Notice(self.name, "maintenance", what, since + self._MAINTENANCE_LEAD_S, Certainty.LIKELY))
         return tuple(out)
@@ -214,8 +214,8 @@ class Azure:
             return None  # another machine of the same set
         if str(event.get("EventStatus", "")) in ("Completed", "Canceled"):
             return None
-        said = event.get("NotBefore")
-        at = time_of(said) if isinstance(said, str) and said else self._began.setdefault(number, time.time())
+        value = event.get("NotBefore")
+        at = time_of(value) if isinstance(value, str) and value else self._began.setdefault(number, time.time())
         what = f"scheduled event {kind} of {self._mine}"
         return Notice(self.name, number, what, at, Certainty.CERTAIN if kind in self._GOES else Certainty.LIKELY)
 

@@ -108,7 +108,7 @@ class ClusterMemory:
         with self._lock:
             return step is CapacityStep.GRANTED and node in self._state.held
 
-    def told(self, node: NodeId, step: CapacityStep, offer: Offer) -> None:
+    def recorded(self, node: NodeId, step: CapacityStep, offer: Offer) -> None:
         """Note that the journal has this fact now. Raise PlatformError."""
         with self._lock:
             if step is CapacityStep.GRANTED:

@@ -86,7 +86,7 @@ class Fleet:
         """Return nodes that are held now, in the order in which they came."""
         return tuple(self._held)
 
-    def told(self, news: CapacityNews) -> list[FleetAction]:
+    def handle(self, news: CapacityNews) -> list[FleetAction]:
         """A source of machines tells something. What is done about it."""
         match news:
             case Grant(node):

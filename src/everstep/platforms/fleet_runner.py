@@ -66,7 +66,7 @@ class FleetRunner:
         self._over = threading.Event()
         self._late: list[tuple[float, StartAgent]] = []
         self._facts: queue.SimpleQueue[Remember | None] = queue.SimpleQueue()
-        self._told: dict[str, str] = {}
+        self._shown: dict[str, str] = {}
         self._thread = self._teller = threading.current_thread()  # (until it is started)
         self._closed = False
 
@@ -128,12 +128,12 @@ class FleetRunner:
                         self._complain("source", f"{self._source.name}: {error}; it is asked again")
                         ask_at = now + next(waits)
                     else:
-                        if self._told.pop("source", ""):
+                        if self._shown.pop("source", ""):
                             self._say(f"capacity: {self._source.name}: it answers again")
                         waits = backoff(2 * self._source.every_s, _BACK_OFF_MAX_S, spread=0.0, at_once=False)
                         ask_at = now + self._source.every_s
                         for one in news:
-                            self._do(self._fleet.told(one))
+                            self._do(self._fleet.handle(one))
                 for node, status, lived_s in ((e.node, e.status, e.lived_s) for e in self._platform.ended()):
                     self._do(self._fleet.ended(node, status, lived_s))
                 self._look_at_stand_ins(now)
@@ -195,8 +195,8 @@ class FleetRunner:
 
     def _complain(self, about: str, text: str) -> None:
         """Complain once for each kind of failure."""
-        if self._told.get(about) != text:
-            self._told[about] = text
+        if self._shown.get(about) != text:
+            self._shown[about] = text
             self._say(f"capacity: {text}")
 
     def _tell(self, facts: queue.SimpleQueue[Remember | None]) -> None:

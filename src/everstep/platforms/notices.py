@@ -140,19 +140,19 @@ class NoticeWatch:
             return all(self._answers.get(s.name, 0) >= _GONE_LOOKS for s in self.sources)
 
     def _ask(self, source: NoticeSource) -> None:
-        waits, told = _after_failures(source), ""
+        waits, last = _after_failures(source), ""
         while not self._over.is_set():
             try:
                 found = source.look()
             except PlatformError as error:
-                if str(error) != told:
-                    told = str(error)
-                    self._say(f"notices from {source.name}: {told}; it is asked again")
+                if str(error) != last:
+                    last = str(error)
+                    self._say(f"notices from {source.name}: {last}; it is asked again")
                 wait_s = next(waits)
             else:
-                if told:
+                if last:
                     self._say(f"notices from {source.name}: it answers again")
-                waits, wait_s, told = _after_failures(source), source.every_s, ""
+                waits, wait_s, last = _after_failures(source), source.every_s, ""
                 with self._lock:
                     self._answers[source.name] = self._answers.get(source.name, 0) + 1
                     changes = self._ledger.looked(source.name, found)
@@ -215,14 +215,14 @@ class FileSource:
         return (Notice(self.name, f"{self._path} of {written:.3f}", f"{self._path} is there", at),)
 
 
-class _CommandSaid(msgspec.Struct, forbid_unknown_fields=True):
+class _CommandAnswer(msgspec.Struct, forbid_unknown_fields=True):
     at: float | str | None = None
     what: str = ""
     key: str = ""
     certainty: Certainty = Certainty.CERTAIN
 
 
-_SAID = msgspec.json.Decoder(_CommandSaid)
+_ANSWER = msgspec.json.Decoder(_CommandAnswer)
 
 
 class CommandSource:
@@ -245,11 +245,11 @@ class CommandSource:
             return ()
         if text.startswith("{"):
             try:
-                said = _SAID.decode(text)
+                answer = _ANSWER.decode(text)
             except msgspec.DecodeError as error:
                 raise PlatformError(f"its line is not what was expected: {error}") from None
-            at = said.at if not isinstance(said.at, str) else time_of(said.at)
-            return (Notice(self.name, said.key or self.name, said.what or "it says so", at, said.certainty),)
+            at = answer.at if not isinstance(answer.at, str) else time_of(answer.at)
+            return (Notice(self.name, answer.key or self.name, answer.what or "it says so", at, answer.certainty),)
         return (Notice(self.name, self.name, "it says so", time_of(text)),)
 
 

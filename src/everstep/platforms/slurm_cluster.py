@@ -58,9 +58,9 @@ def run_slurm(words: Sequence[str], text: str = "") -> tuple[int, str, str]:
 
 def ask_slurm(words: Sequence[str], text: str = "") -> str:
     """Run a command of Slurm that must succeed; return what it printed. Raise PlatformError."""
-    code, out, said = run_slurm(words, text)
+    code, out, errors = run_slurm(words, text)
     if code:
-        lines = [line.strip() for line in said.splitlines() if line.strip()]
+        lines = [line.strip() for line in errors.splitlines() if line.strip()]
         raise PlatformError(f"slurm: {words[0]}: {escaped(lines[-1] if lines else f'exit code {code}', 400)}")
     return out
 
@@ -79,9 +79,9 @@ def check_slurm(settings: SlurmSettings) -> dict[str, str]:
     if name not in partitions:
         there = ", ".join(sorted(filter(None, partitions)))
         raise ConfigError(f"--partition {name}: there is no such partition; there are {there}")
-    code, _, said = run_slurm(["sbatch", "--test-only", *wanted_words(settings)], "#!/bin/sh\n")
+    code, _, errors = run_slurm(["sbatch", "--test-only", *wanted_words(settings)], "#!/bin/sh\n")
     if code:
-        raise ConfigError(f"--on slurm: sbatch refuses the nodes: {refusal(code, said.splitlines())}")
+        raise ConfigError(f"--on slurm: sbatch refuses the nodes: {refusal(code, errors.splitlines())}")
     return partitions[name]
 
 
@@ -119,9 +119,9 @@ class SlurmCluster:
             raise PlatformError(f"slurm: {folder} cannot be made: {error.strerror or error}") from None
         for node in nodes:
             words = ["sbatch", *job_words(self._settings, self._group, node, self._agent.run_dir)]
-            code, _, said = run_slurm(words, job_script(self._agent, node))
+            code, _, errors = run_slurm(words, job_script(self._agent, node))
             if code:
-                raise PlatformError(f"slurm: {node} was refused: {refusal(code, said.splitlines())}")
+                raise PlatformError(f"slurm: {node} was refused: {refusal(code, errors.splitlines())}")
 
     def cancel(self, node: NodeId) -> None:
         job = self._jobs.get(node)

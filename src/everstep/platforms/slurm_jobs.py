@@ -165,9 +165,9 @@ def reclaim_s(partition: Mapping[str, str], spare_s: float = 3.0, default_s: flo
     return max(1.0, float(grace) - spare_s) if grace.isdigit() and int(grace) else default_s
 
 
-def refusal(code: int, said: Sequence[str]) -> str:
+def refusal(code: int, errors: Sequence[str]) -> str:
     """Return why ``sbatch`` refused, in one line."""
-    lines = [line.removeprefix("sbatch: error: ").removeprefix("sbatch: ").strip() for line in said if line.strip()]
+    lines = [line.removeprefix("sbatch: error: ").removeprefix("sbatch: ").strip() for line in errors if line.strip()]
     known = [
         line for line in lines if line.startswith(("invalid", "Batch job submission failed", "allocation failure"))
     ]

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from everstep.model.group import GroupMember
 
 FORM_GRACE_S = 5.0  # so long the first workers, once they are enough, wait for the rest
-SAID_AGAIN_S = 60.0  # between two notes that say for whom too few workers wait
+SAME_AGAIN_S = 60.0  # between two notes that say for whom too few workers wait
 NAMED = 8  # absent workers that a note names
 SMALL = 64  # members up to which every change is published at once
 QUIET_S = 0.0005  # by member of a larger group, between two of them
@@ -22,7 +22,7 @@ def ready_to_form(asked: int, expected: int, least: int, at: float, due_at: floa
     the one at which it is said for whom they wait."""
     due_at = due_at or at + FORM_GRACE_S
     if asked < max(1, least):
-        return False, due_at if at < due_at else at + SAID_AGAIN_S
+        return False, due_at if at < due_at else at + SAME_AGAIN_S
     if asked >= max(1, expected) or at >= due_at:
         return True, 0.0
     return False, due_at

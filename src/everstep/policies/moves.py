@@ -37,8 +37,8 @@ class MoveSteps(msgspec.Struct):
 
     def words(self) -> str:
         parts = [
-            (len(self.switched), "buckets change their owner"),
-            (len(self.begun), "buckets begin to move"),
+            (len(self.switched), "partitions change their owner"),
+            (len(self.begun), "partitions begin to move"),
             (self.built, "mirrors are made"),
             (self.dropped, "mirrors are dropped"),
         ]

@@ -53,7 +53,7 @@ class Recovered(msgspec.Struct):
             (self.loaded, "loaded from their newest image"),
             (self.begun, "begin empty again"),
         ]
-        return ", ".join(f"{len(partitions)} buckets {what}" for partitions, what in parts if partitions)
+        return ", ".join(f"{len(partitions)} partitions {what}" for partitions, what in parts if partitions)
 
 
 def recover(builder: PlacementBuilder, snapshot_of: Callable[[PartitionId], int | None]) -> Recovered:

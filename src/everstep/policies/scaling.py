@@ -20,7 +20,7 @@ def refuse_ps(count: int, code: ParityCode, partitions: int) -> str:
     if not 1 <= count <= MAX_PS:
         return f"{count} ps: must be from 1 to {MAX_PS}; they hold the parameters (everstep stop ends the job)"
     if count > partitions:
-        return f"{count} ps: more than the job's {partitions} buckets, so some would own nothing"
+        return f"{count} ps: more than the job's {partitions} partitions, so some would own nothing"
     few = refuse_few(code, count)
     return f"{count} ps: {few}" if few else ""
 
@@ -29,4 +29,4 @@ def after_drain(code: ParityCode, left: int) -> str:
     """Return what a drain that leaves ``left`` ps does to the protection; "" if nothing."""
     if left >= code.width:
         return ""
-    return f"{left} ps are left, parity {code} needs {code.width}: some buckets are protected less until more join"
+    return f"{left} ps are left, parity {code} needs {code.width}: some partitions are protected less until more join"

@@ -112,12 +112,12 @@ def _divided(
 ) -> tuple[tuple[tuple[int, int], ...], ...]:
     """``divide`` of ``[0, count)``, as ranges: nearly every step is divided as the one before it."""
     extra = max(0, count - total)
-    told = passes or (0,) * len(shares)
+    passes_of = passes or (0,) * len(shares)
     n = _sharing(count, len(shares), total)
     counts = apportion(count, shares[:n]) + [0] * (len(shares) - n)
     return tuple(
         tuple(_bounds(a, b, min(n, max(1, b - a)) if n > 0 else max(1, -(-max(1, b - a - extra) // limit))))
-        for (a, b), n in zip(pairwise(_running(0, counts)), told, strict=True)
+        for (a, b), n in zip(pairwise(_running(0, counts)), passes_of, strict=True)
     )
 
 

@@ -39,7 +39,7 @@ from everstep.net.messages import (
     FileRead,
     FileTaken,
     LogGrown,
-    LogsTold,
+    LogsReported,
 )
 from everstep.policies.node_selection import HOME_NODE
 from everstep.protect.sources import own_url
@@ -143,7 +143,7 @@ class HomeFiles:
                 return FileTaken(), ()
             case LogGrown():
                 return FileTaken(self._grow(request, body)), ()
-            case LogsTold(node, over):
+            case LogsReported(node, over):
                 with self._lock:
                     self._nodes[node] = (self._now(), over)
                 return FileTaken(), ()
@@ -378,7 +378,7 @@ class LogSender:
     def _run(self) -> None:
         while not self._over.wait(self._every_s):
             with contextlib.suppress(EverstepError, OSError):
-                self._link.ask(LogsTold(self._node, False))
+                self._link.ask(LogsReported(self._node, False))
                 self.send()
 
     def send(self) -> None:
@@ -408,7 +408,7 @@ class LogSender:
         while True:
             try:
                 self.send()
-                self._link.ask(LogsTold(self._node, True))
+                self._link.ask(LogsReported(self._node, True))
                 break
             except (EverstepError, OSError):
                 if time.monotonic() >= end:

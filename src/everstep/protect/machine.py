@@ -84,11 +84,11 @@ DEMAND_SLOTS = 1 << 14
 """Slots of one demand, at most: a FetchContents is a header, and headers are small."""
 
 
-def _slots(packed: bytes) -> tuple[int, ...]:
+def _slots(encoded: bytes) -> tuple[int, ...]:
     """Read slots; ValueError: not whole numbers of 32 bits, or too many."""
-    if len(packed) % 4 or len(packed) > 4 * DEMAND_SLOTS:
-        raise ValueError(f"{len(packed)} bytes of slots: at most {DEMAND_SLOTS} of 4 bytes")
-    return struct.unpack(f"<{len(packed) // 4}I", packed)
+    if len(encoded) % 4 or len(encoded) > 4 * DEMAND_SLOTS:
+        raise ValueError(f"{len(encoded)} bytes of slots: at most {DEMAND_SLOTS} of 4 bytes")
+    return struct.unpack(f"<{len(encoded) // 4}I", encoded)
 
 
 # ---------------------------------------------------------------- what it works on
@@ -361,8 +361,8 @@ class Machine:
         beyond being brought to the same point as ours."""
         self._fenced: dict[PartitionId, _Fenced] = {}
         # What the master was told to be asked for: complete mirrors, partitions that came, mirrors that are torn.
-        self._told: tuple[frozenset[int], frozenset[tuple[PartitionId, tuple[int, str]]], frozenset[int]]
-        self._told = (frozenset(), frozenset(), frozenset())
+        self._reported: tuple[frozenset[int], frozenset[tuple[PartitionId, tuple[int, str]]], frozenset[int]]
+        self._reported = (frozenset(), frozenset(), frozenset())
         self._goodbyes: dict[PartitionId, PeerKey] = {}
         self._syncs: dict[PartitionId, deque[_FullSync]] = {}
         self._wishes: set[tuple[PeerKey, int, int, PartitionId]] = set()
@@ -1053,9 +1053,9 @@ class Machine:
                     self._recovering(held)
         self._clear_away()
         news = (frozenset(self.complete), frozenset(self.gained.items()), frozenset(self.inconsistent))
-        if not (news[0] <= self._told[0] and news[1] <= self._told[1] and news[2] <= self._told[2]):
+        if not (news[0] <= self._reported[0] and news[1] <= self._reported[1] and news[2] <= self._reported[2]):
             self._actions.append(ReportProgress())
-        self._told = news
+        self._reported = news
 
     def _way(self, partition: PartitionId) -> int | None:
         """Return the complete mirror from which it can be had: better one of it alone."""

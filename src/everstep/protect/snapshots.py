@@ -237,15 +237,15 @@ class SnapshotWriter:
         if done is not None:
             return done
         end = time.monotonic() + self._retry_s
-        said = False
+        warned = False
 
         def again(error: StorageError) -> bool:
-            nonlocal said
+            nonlocal warned
             if not error.passing or time.monotonic() >= end:
                 return False
-            if not said:
+            if not warned:
                 logger.warning("checkpoint %d: %s; trying again, training goes on", checkpoint, error)
-            said = True
+            warned = True
             return True
 
         written = retry(

@@ -100,7 +100,7 @@ def many(seeds: range, jobs: int, mix: str) -> Iterator[tuple[list[SimOutcome], 
 
 def run_seeds(seeds: range, jobs: int, mix: str) -> int:
     outcomes: list[SimOutcome] = []
-    cpu_s, told = 0.0, time.monotonic()
+    cpu_s, shown_at = 0.0, time.monotonic()
     for done, failure, spent in many(seeds, jobs, mix):
         outcomes += done
         cpu_s += spent
@@ -108,8 +108,8 @@ def run_seeds(seeds: range, jobs: int, mix: str) -> int:
             print(f"seed {failure[0]}: {failure[1]}")
             print(f"repeat with: python -m everstep.sim --mix {mix} --seed {failure[0]} --trace")
             return 1
-        if time.monotonic() - told > 2.0:
-            told = time.monotonic()
+        if time.monotonic() - shown_at > 2.0:
+            shown_at = time.monotonic()
             print(f"  {totals(outcomes)}", flush=True)
     print(f"{totals(outcomes)}: every count right, none stuck ({cpu_s:.1f} s of CPU)")
     return 0

@@ -64,7 +64,7 @@ from everstep.sim.simulation import Parts, SimOutcome, Simulation
 
 STALL_S = 1.0
 NEWS_EVERY_S = 2.0
-SURE_EVERY_S = 0.2  # whether the journal has what was copied
+CONFIRM_EVERY_S = 0.2  # whether the journal has what was copied
 TELL_S = 0.05
 TELL_ANYWAY_S = 2.0
 CONNECT_S = 5.0
@@ -380,7 +380,7 @@ class GroupWorker(Child):
     that made it, and of the samples that are in it, whatever the steps."""
 
     tell_s = TELL_S
-    says_met: bool | None = None
+    reports_agreed: bool | None = None
     """Members say that their group has met, as ``allreduce.session`` does. None: but in every fourth seed, as if that
     came late; some planted bugs show there alone."""
     copies_the_end = True
@@ -399,13 +399,13 @@ class GroupWorker(Child):
         self.building: Ring | None = None
         self.ring: Ring | None = None  # of the present group
         self.phase = "out"
-        self.met_at = self.said_met = 0
-        self.met_in: int | None = None  # line
-        self.resolved = self.met = self.formed = self.parted = False
+        self.agreed_at = self.reported_agreed = 0
+        self.agreed_in: int | None = None  # line
+        self.resolved = self.agreed = self.formed = self.parted = False
         self.step: tuple[Committed, StepCut] | None = None  # whose gradients are, or are being, reduced
         self.begun = 0.0, -1  # when it began to compute last, and which step
         self.ready = self.entered = self.over = self.closing = False
-        self.chief = self.asked_chief = self.done_said = False
+        self.chief = self.asked_chief = self.done_reported = False
         self.chief_asks = 0
         self.behind_since = 0.0
         self.leaving_since = -1.0
@@ -674,7 +674,7 @@ class GroupWorker(Child):
             m.enter(entry)
             self.rank = entry.rank(*self.me)
             self.ring = self.rings.pop(entry.generation)
-            self.resolved = self.met = False
+            self.resolved = self.agreed = False
             self.broke_at = self.connecting_since = 0.0
         leaving = self.leaving_since >= 0
         if m.let_go and entry is None:
@@ -696,7 +696,7 @@ class GroupWorker(Child):
         if not self.resolved:
             void = self.lineage is not None and self.lineage != group.lineage
             self.post("resolve", m.word(self.position.step if self.has_state and not void else -1, 0))
-        elif not self.met:
+        elif not self.agreed:
             if self.lineage is not None and self.lineage != group.lineage:
                 self.has_state = False
             self.post("agree", (self.position if self.has_state else None, self.chain, self.fingerprint))
@@ -824,8 +824,8 @@ class GroupWorker(Child):
         if self.lineage != group.lineage:
             self.committed_everywhere = 0
             self.commits.begin(self.position.step if self.formed else 0)
-        self.lineage, self.met, self.synced = group.lineage, True, 0
-        self.met_at, self.met_in = self.position.step, self.lineage
+        self.lineage, self.agreed, self.synced = group.lineage, True, 0
+        self.agreed_at, self.agreed_in = self.position.step, self.lineage
         self.settle(self.position.step)
 
     # ------------------------------------------------------------ the ends
@@ -869,14 +869,14 @@ class GroupWorker(Child):
         self.later(0.01, self.end, 0, self.kernel.now)
 
     def on_may_end(self, conn: Conn, may: bool) -> None:
-        if may and self.done_said:
+        if may and self.done_reported:
             self.exit(0)
 
     def end(self, status: int, since: float) -> None:
         """Tell what is untold, then go."""
         newest = self.machine.newest
         void = newest is not None and self.lineage is not None and newest.lineage > self.lineage
-        if void and (self.commits.waiting or (status == 0 and not self.done_said)):
+        if void and (self.commits.waiting or (status == 0 and not self.done_reported)):
             self.exit(4)  # they are done again: not the end
             return
         if self.commits.waiting and self.kernel.now - since < CLOSE_S:
@@ -886,22 +886,22 @@ class GroupWorker(Child):
         if status == 0:
             if self.save:
                 self.copy()
-            if self.done_said and self.conn is not None and self.welcome:
+            if self.done_reported and self.conn is not None and self.welcome:
                 server: Any = self.conn.server
                 self.net.to_server(self.conn, server.on_may_end, self.conn, *self.me)
-            elif not self.done_said:
+            elif not self.done_reported:
                 self.gsim.finished(self)
-                copied = self.met_at if self.lineage == self.met_in else 0
-                self.call(GroupLeft(LeaveReason.DONE, self.lineage or 0, copied), self.on_done_said, ())
+                copied = self.agreed_at if self.lineage == self.agreed_in else 0
+                self.call(GroupLeft(LeaveReason.DONE, self.lineage or 0, copied), self.on_done_reported, ())
             self.later(END_LOOK_S, self.end, status, since)
             return
         self.exit(status)
 
-    def on_done_said(self, conn: Conn, answer: AnswerType) -> None:
+    def on_done_reported(self, conn: Conn, answer: AnswerType) -> None:
         if isinstance(answer, Fenced | Refused):
             self.exit(4)
         elif not isinstance(answer, Wait):
-            self.done_said = True
+            self.done_reported = True
 
     def exit(self, status: int) -> None:
         if self.alive:
@@ -924,7 +924,7 @@ class GroupWorker(Child):
         lost = m.present is not None and not m.whole
         if lost and self.broke_at and now - self.broke_at > NEWS_EVERY_S:
             self.do(m.reconnect())
-        often = SURE_EVERY_S if self.trained() else NEWS_EVERY_S
+        often = CONFIRM_EVERY_S if self.trained() else NEWS_EVERY_S
         if self.entered and not m.member_of(m.newest) and now - self.asked_at > often:
             self.ask()
             self.say_synced()
@@ -955,21 +955,21 @@ class GroupWorker(Child):
     @property
     def pushed_to(self) -> int:
         """Of steps below it the ps have everything."""
-        return self.met_at
+        return self.agreed_at
 
-    def say_met(self) -> None:
+    def report_agreed(self) -> None:
         """Do as ``allreduce.session`` does."""
         group = self.machine.present
-        if group is None or not self.met or group.generation == self.said_met or group.size == 1:
+        if group is None or not self.agreed or group.generation == self.reported_agreed or group.size == 1:
             return
-        if self.commits.confirmed >= self.met_at - 1 and self.pushed_to >= self.met_at:
-            self.said_met = group.generation
+        if self.commits.confirmed >= self.agreed_at - 1 and self.pushed_to >= self.agreed_at:
+            self.reported_agreed = group.generation
             self.call(GroupSynced(group.generation), self.on_grouped, ())
 
     def tell(self, everybody: bool) -> None:
         now = self.kernel.now
-        if self.says_met or (self.says_met is None and self.sim.seed % 4):
-            self.say_met()
+        if self.reports_agreed or (self.reports_agreed is None and self.sim.seed % 4):
+            self.report_agreed()
         self.log += self.commits.to_log()
         steps = self.commits.to_tell()
         if not steps:

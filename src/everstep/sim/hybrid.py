@@ -368,7 +368,7 @@ class HybridWorker(GroupWorker):
 
     def agree(self, values: list[Any]) -> None:
         group = self.machine.present
-        if group is not None and group.lineage != self.met_in:
+        if group is not None and group.lineage != self.agreed_in:
             self.pushed = 0  # (what is known of another line does not count)
         super().agree(values)
 
@@ -410,7 +410,7 @@ class HybridSimulation(GroupSimulation):
                 row = self.counts[epoch][partition]
                 if any(row[r.lo : r.hi]):
                     raise Violation(
-                        f"bucket {PartitionId(partition)} has [{r.lo}, {r.hi}) of epoch {epoch} twice: {worker}"
+                        f"partition {PartitionId(partition)} has [{r.lo}, {r.hi}) of epoch {epoch} twice: {worker}"
                     )
                 row[r.lo : r.hi] = b"\1" * (r.hi - r.lo)
         what = split_key(owed.shard)[1], owed.hi
@@ -428,7 +428,7 @@ class HybridSimulation(GroupSimulation):
         for epoch, partitions in enumerate(self.counts):
             for partition, row in enumerate(partitions):
                 if not all(row):
-                    raise Violation(f"bucket {partition} lacks position {row.index(0)} of epoch {epoch} at the end")
+                    raise Violation(f"partition {partition} lacks position {row.index(0)} of epoch {epoch} at the end")
         lineage = self.master.brain.state.groups.lineage
         chains = [chain for of, chain in self.ended_with if of == lineage]
         steps: dict[int, tuple[int, int]] = {}

@@ -86,7 +86,7 @@ class Lineage(Truth):
         counts = self.counts[epoch][partition]
         if any(counts[lo:hi]):
             raise Violation(
-                f"bucket {partition} counts [{lo}, {hi}) of epoch {epoch} twice (ps:{ps[0]}, shard {shard:x})"
+                f"partition {partition} counts [{lo}, {hi}) of epoch {epoch} twice (ps:{ps[0]}, shard {shard:x})"
             )
         counts[lo:hi] = b"\1" * (hi - lo)
         self.missing[epoch] -= hi - lo
@@ -100,7 +100,9 @@ class Lineage(Truth):
         for partition in partitions:
             mine = self.holder.get(partition) == ps
             if not all(self.counts[epoch][partition][lo:hi]) and (mine or (self.acked and not self.lenient)):
-                raise Violation(f"ps:{ps[0]} acknowledged [{lo}, {hi}) of shard {shard:x}, bucket {partition} lacks it")
+                raise Violation(
+                    f"ps:{ps[0]} acknowledged [{lo}, {hi}) of shard {shard:x}, partition {partition} lacks it"
+                )
             if mine:
                 self.promised[epoch][partition][lo:hi] = b"\1" * (hi - lo)
 
@@ -114,11 +116,11 @@ class Lineage(Truth):
             if partition in self.holder:
                 had = self.holder[partition]
                 where = f"ps:{had[0]} had it" if had is not None else "there is an image of it"
-                raise Violation(f"ps:{ps[0]} began bucket {partition} empty, {where}")
+                raise Violation(f"ps:{ps[0]} began partition {partition} empty, {where}")
         elif how is Arrival.BEGUN:
             self.begun += 1
             if what.seq or what.content:
-                raise Violation(f"ps:{ps[0]} began bucket {partition} again, and it is not empty")
+                raise Violation(f"ps:{ps[0]} began partition {partition} again, and it is not empty")
             self._loaded(partition, what)
         elif how is Arrival.LOADED:
             self.loaded += 1
@@ -145,7 +147,7 @@ class Lineage(Truth):
         promised = self.promised[epoch][partition]
         if self.acked and any(promised[c.lo : c.hi]):
             raise Violation(
-                f"bucket {partition} came to ps:{ps[0]} without [{c.lo}, {c.hi}) of shard {c.shard:x}, "
+                f"partition {partition} came to ps:{ps[0]} without [{c.lo}, {c.hi}) of shard {c.shard:x}, "
                 f"seq {c.seq}, which was acknowledged"
             )
         promised[c.lo : c.hi] = bytes(c.hi - c.lo)
@@ -161,7 +163,7 @@ class Lineage(Truth):
     def _check(self, ps: PeerKey, partition: PartitionId, how: str, what: Partition) -> None:
         """Check bit for bit what was applied, and the marks that go with it."""
         log = self.log[partition]
-        name = f"bucket {partition}, which ps:{ps[0]} has {how}, at seq {what.seq}"
+        name = f"partition {partition}, which ps:{ps[0]} has {how}, at seq {what.seq}"
         if log and what.seq < log[-1].seq:
             raise Violation(f"{name}, ends before {log[-1].seq}")
         if not what.absent and what.content != self.content[partition]:
@@ -201,7 +203,7 @@ class Lineage(Truth):
                 if bits >> lo & 1:
                     total += batch_fingerprint(epoch << 32, lo, lo + 1)
         if what.ledger.fingerprint != total & _MASK:
-            raise Violation(f"the image of bucket {partition} has another fingerprint than its samples")
+            raise Violation(f"the image of partition {partition} has another fingerprint than its samples")
         self.content[partition] = what.content
         self.log[partition] = []
         self.bases[partition] = total
@@ -226,15 +228,15 @@ class Lineage(Truth):
                 if all(all(counts[start:stop]) for counts in self.counts[epoch]):
                     complete.add(shard_key(0, epoch, index))
         self.done = dict.fromkeys(complete, LeaseNo(0))
-        told: set[ShardKey] = set()
+        announced: set[ShardKey] = set()
         for number, position in enumerate(positions):
             known = {e.epoch: e for e in position.epochs}
             for epoch in {*range(position.finished_epochs), *known}:
                 ranges = known[epoch].done if epoch in known else ((0, self.plan.shards),)
-                told |= {shard_key(number, epoch, index) for lo, hi in ranges for index in range(lo, hi)}
-        for shard in sorted(told - complete):
+                announced |= {shard_key(number, epoch, index) for lo, hi in ranges for index in range(lo, hi)}
+        for shard in sorted(announced - complete):
             raise Violation(f"the manifest says that shard {shard:x} is done, and an image lacks some of it")
-        self.kept = told
+        self.kept = announced
 
     # ------------------------------------------------------------ at the master
 
@@ -249,4 +251,4 @@ class Lineage(Truth):
     def at_rest(self, partition: PartitionId, what: Partition) -> None:
         """Check each partition of its owner at the end of the run."""
         if what.content != self.content[partition]:
-            raise Violation(f"bucket {partition} holds other samples at the end than were applied to it")
+            raise Violation(f"partition {partition} holds other samples at the end than were applied to it")

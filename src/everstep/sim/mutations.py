@@ -377,7 +377,7 @@ def _pending_of_all(self: LeaseConcern, e: ShardAsked, event: Event) -> list[Ins
     return _shard_asked(self, e, event)
 
 
-def _forgets_what_was_told(self: Shards, dataset: Dataset, until_epoch: int) -> None:
+def _forgets_what_was_announced(self: Shards, dataset: Dataset, until_epoch: int) -> None:
     """Forget who was told that the data is at its end is not needed any more, whatever becomes of what was pending."""
 
 
@@ -418,7 +418,7 @@ _BLIND = (Brain, "validate", _never_validate)
 
 MUTATIONS: tuple[Mutation, ...] = (
     Mutation("no-fence-on-open", "opening does not fence older leases", Parts(ledger=NoFenceOnOpen)),
-    Mutation("fence-one-bucket", "opening fences only the first bucket of a ps", Parts(ledger=FenceOnePartition)),
+    Mutation("fence-one-partition", "opening fences only the first partition of a ps", Parts(ledger=FenceOnePartition)),
     Mutation("push-ignores-fence", "a fenced push is applied", Parts(ledger=PushIgnoresFence)),
     Mutation("open-ignores-fence", "an older lease may open after a later one", Parts(ledger=OpenIgnoresFence)),
     Mutation("open-starts-over", "opening resets the watermarks", Parts(ledger=OpenStartsOver)),
@@ -498,7 +498,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("never-pushes-again", "a lost push is not sent again", Parts(protocol=NeverPushesAgain)),
     Mutation("never-asks-again", "a lost ask is not sent again", Parts(protocol=NeverAsksAgain)),
     Mutation("old-life-counts", "a ps in a new life is not opened again", Parts(protocol=OldLifeCounts)),
-    Mutation("step-in-part", "a bucket takes some of a step of several shards", Parts(ledger=StepInPart)),
+    Mutation("step-in-part", "a partition takes some of a step of several shards", Parts(ledger=StepInPart)),
     Mutation("pending-is-done", "done is said of what is held back", Parts(protocol=PendingIsDone)),
     Mutation("pending-too-early", "what is not computed is said to be pending", Parts(protocol=PendingClaimsTooMuch)),
     Mutation(
@@ -511,7 +511,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "end-was-told",
         "pending shards that are lost after the end was told are nobody's",
         Parts(),
-        ((Shards, "tell_end", _forgets_what_was_told),),
+        ((Shards, "tell_end", _forgets_what_was_announced),),
     ),
     Mutation("never-lost", "silence is never told", Parts(watch=NeverLost)),
     Mutation("no-grace", "a new master takes the silence before it for theirs", Parts(watch=NoGrace)),

@@ -29,14 +29,14 @@ from everstep.sim.group import GroupWorker
 from everstep.sim.mutations import Mutation
 from everstep.sim.simulation import Parts
 
-_told, _count, _next = GroupMachine.published, GroupMachine.count, Generations._next
+_published, _count, _next = GroupMachine.published, GroupMachine.count, Generations._next
 _to_tell, _reach = Commits.to_tell, Shards.reach
 _fall_back = Generations.fall_back
 
 # ---------------------------------------------------------------- the brain
 
 
-def _loss_not_told(self: GroupReader, lives: Iterable[tuple[Slot, Incarnation]]) -> None: ...
+def _loss_not_reported(self: GroupReader, lives: Iterable[tuple[Slot, Incarnation]]) -> None: ...
 
 
 def _copies_count(self: GroupReader, m: GroupMember) -> bool:
@@ -107,21 +107,21 @@ def _trusts_itself(self: GroupMachine, words: list[list[int]]) -> bool:
 
 
 def _goes_over_alone(self: GroupMachine, votes: list[int]) -> tuple[Tally, list[Action]]:
-    said = self._said
+    announced = self._announced
     out = _count(self, votes)
-    if said is not None and said.generation in self._ready:
-        self._change = said
+    if announced is not None and announced.generation in self._ready:
+        self._change = announced
     return out
 
 
 def _obeys_old_groups(self: GroupMachine, group: Group) -> list[Action]:
     if self.newest is not None and group.generation < self.newest.generation:
         self.newest = None
-    return _told(self, group)
+    return _published(self, group)
 
 
 def _newcomers_break_in(self: GroupMachine, group: Group) -> list[Action]:
-    actions = _told(self, group)
+    actions = _published(self, group)
     present = self.present
     if present is not None and self.newest is group and not set(group.members) <= set(present.members):
         actions += self.broke()
@@ -159,7 +159,7 @@ def _patch(name: str, what: str, owner: object, attribute: str, value: object, *
 
 
 GROUP_MUTATIONS: tuple[Mutation, ...] = (
-    _patch("loss-not-told", "a group does not name the lost", GroupReader, "lose", _loss_not_told, _BLIND),
+    _patch("loss-not-told", "a group does not name the lost", GroupReader, "lose", _loss_not_reported, _BLIND),
     _patch("copies-count", "a copy counts as the state before a step was told", GroupReader, "holds", _copies_count),
     _patch(
         "nothing-void",

@@ -110,7 +110,7 @@ HYBRID_MUTATIONS: tuple[Mutation, ...] = (
             (HeldBack, "crossed", _crosses_nothing),
         ),
     ),
-    _patch("carries-across", "a step consumes what some buckets have", HeldBack, "crossed", _crosses_nothing),
+    _patch("carries-across", "a step consumes what some partitions have", HeldBack, "crossed", _crosses_nothing),
     _patch(
         "carries-nothing-over",
         "a newcomer does not get what is held back",

@@ -105,7 +105,9 @@ LAG_MUTATIONS: tuple[Mutation, ...] = (
     Mutation("newest-batch-only", "a difference has the newest batch alone", Parts(store=NewestBatchOnly)),
     Mutation("old-marks", "a difference has the marks of its first change alone", Parts(store=OldMarks)),
     Mutation("contents-first", "contents go out before what is open", Parts(store=ContentsBeforeWhatIsOpen)),
-    Mutation("hands-over-too-early", "what is open is lost when a bucket moves", Parts(store=HandsOverWithoutTheRest)),
+    Mutation(
+        "hands-over-too-early", "what is open is lost when a partition moves", Parts(store=HandsOverWithoutTheRest)
+    ),
     Mutation("counts-batches", "an open change has as many numbers as batches", Parts(store=SeqBySeq)),
     Mutation("sent-twice", "what was sent stays open", Parts(store=SentTwice)),
     Mutation("drops-what-was-early", "a rebuild begins anew without what is open", Parts(machine=DropsWhatWasEarly)),

@@ -59,7 +59,7 @@ PACED_MUTATIONS: tuple[Mutation, ...] = (
     Mutation("keeps-late", "a late part's range goes back to nobody", Parts(protocol=KeepsLate)),
     Mutation("pushes-and-returns", "a late part's range goes back, and is pushed", Parts(protocol=PushesAndReturns)),
     Mutation(
-        "puts-back-as-it-was", "work that is put back goes to who had the buckets", Parts(protocol=PutsBackAsItWas)
+        "puts-back-as-it-was", "work that is put back goes to who had the partitions", Parts(protocol=PutsBackAsItWas)
     ),
     Mutation("waits-for-the-lost", "who has died without a successor is waited for", Parts(scheduler=WaitsForTheLost)),
 )

@@ -167,9 +167,9 @@ class WantsNothing(Machine):
         out = super().asks()
         for ask in out:
             self.answered(ask, Moved(0))
-        said: set[tuple[Any, ...]] = self.__dict__.setdefault("_said", set())
-        new = [a for a in out if (a.peer, repr(a.request)) not in said]
-        said.update((a.peer, repr(a.request)) for a in new)
+        sent: set[tuple[Any, ...]] = self.__dict__.setdefault("_said", set())
+        new = [a for a in out if (a.peer, repr(a.request)) not in sent]
+        sent.update((a.peer, repr(a.request)) for a in new)
         return new
 
 
@@ -286,7 +286,7 @@ PS_MUTATIONS: tuple[Mutation, ...] = (
     Mutation("repeat-acked-at-once", "a repeat is acknowledged without the mirrors", Parts(ps=RepeatAckedAtOnce)),
     Mutation("opened-at-once", "watermarks are told before the mirrors have them", Parts(ps=OpenedAtOnce)),
     Mutation("refusal-ignored", "a push whose difference was refused is acknowledged", Parts(ps=RefusalIgnored)),
-    Mutation("serves-what-is-fenced", "a ps serves buckets that it gave away", Parts(ps=ServesWhatIsFenced)),
+    Mutation("serves-what-is-fenced", "a ps serves partitions that it gave away", Parts(ps=ServesWhatIsFenced)),
     Mutation(
         "unready-promoted",
         "the brain promotes mirrors that are being built",

@@ -96,11 +96,11 @@ def _numbers_again(
     return _resume(self, job, shards, manifest, url, manifest.checkpoint)
 
 
-def _said_once(self: ResumeSimulation) -> bool:
+def _announced_once(self: ResumeSimulation) -> bool:
     """Only the first master of a resumed job says from where; its event may die with it."""
-    said = getattr(self, "said_by", 0)
+    announced_by = getattr(self, "said_by", 0)
     vars(self)["said_by"] = self.jobs
-    return bool(said != self.jobs)
+    return bool(announced_by != self.jobs)
 
 
 class WatermarksForgotten(SimStore):
@@ -165,12 +165,12 @@ RESUME_MUTATIONS: tuple[Mutation, ...] = (
     ),
     _patched(
         "begins-empty",
-        "a resumed job begins with empty buckets",
+        "a resumed job begins with empty partitions",
         patches=((Checkpoints, "first_snapshots", _begins_empty),),
     ),
     _patched(
         "begins-without-last",
-        "a resumed job begins with one bucket empty",
+        "a resumed job begins with one partition empty",
         patches=((Checkpoints, "first_snapshots", _begins_without_the_last),),
     ),
     _patched(
@@ -186,7 +186,7 @@ RESUME_MUTATIONS: tuple[Mutation, ...] = (
     _patched(
         "origin-said-once",
         "a master that dies at once takes with it where the job goes on from",
-        patches=((ResumeSimulation, "says_origin", _said_once),),
+        patches=((ResumeSimulation, "announces_resume", _announced_once),),
     ),
     _patched(
         "old-images",

@@ -114,7 +114,7 @@ class ResumedMaster(SimMaster):
 
     def __init__(self, sim: ResumeSimulation, life: int) -> None:
         super().__init__(sim, life)
-        if sim.origin is not None and not self.brain.checkpoints.resumed and sim.says_origin():
+        if sim.origin is not None and not self.brain.checkpoints.resumed and sim.announces_resume():
             manifest, numbers = sim.origin
             self.record(JobResumed(manifest, "old", numbers))
 
@@ -243,7 +243,7 @@ class ResumeSimulation(Simulation):
         """Masters after this one: leases must be later than every fence in the snapshots."""
         return manifest.master_incarnation
 
-    def says_origin(self) -> bool:
+    def announces_resume(self) -> bool:
         return True
 
 

@@ -197,12 +197,12 @@ class SimStore:
         self,
         shard: int,
         before: dict[int, tuple[int, ...] | None],
-        told: Collection[PartitionId] = (),
+        announced: Collection[PartitionId] = (),
     ) -> None:
-        """Tell of the marks of ``shard`` that are not as ``before``. ``told``: partitions that were told of."""
+        """Tell of the marks of ``shard`` that are not as ``before``. ``announced``: partitions that were told of."""
         for b, entry in self.ledger.partitions.items():
             mark = entry.shards.get(shard)
-            if PartitionId(b) not in told and (tuple(mark) if mark else None) != before[b]:
+            if PartitionId(b) not in announced and (tuple(mark) if mark else None) != before[b]:
                 self._change(PartitionId(b), {shard: (mark[0], mark[1]) if mark else None})
 
     def _change(self, key: PartitionId, marks: Marks, flipped: int = 0) -> None:
@@ -244,13 +244,13 @@ class SimStore:
     def install(self, partition: PartitionId, what: Partition) -> None:
         """It is served from now on."""
         if partition in self.partitions or partition in self._loading:
-            raise AssertionError(f"bucket {partition} is here already")
+            raise AssertionError(f"partition {partition} is here already")
         self.partitions[partition] = what
         self.resume(partition)
 
     def load_begin(self, partition: PartitionId) -> None:
         if partition in self.partitions or partition in self._loading:
-            raise AssertionError(f"bucket {partition} is loaded on top of what is here")
+            raise AssertionError(f"partition {partition} is loaded on top of what is here")
         self._loading.add(partition)
 
     def load_end(self, partition: PartitionId, what: Partition | None) -> None:
@@ -353,7 +353,9 @@ class SimStore:
             who.take(blob)
             return AppendCode.APPLIED
         if who.complete or (who.seq >= 0 and blob.seq != who.seq) or blob.mask & who.covered:
-            raise AssertionError(f"contents of bucket {blob.partition} out of order: {blob} for a member at {who.seq}")
+            raise AssertionError(
+                f"contents of partition {blob.partition} out of order: {blob} for a member at {who.seq}"
+            )
         m.page = plus(m.page, times(blob.bits, who.weight))
         who.covered |= blob.mask
         who.take(blob)
@@ -374,11 +376,11 @@ class SimStore:
             want = plus(want, times((real.content, 0), who.weight))
             if partition in dead:
                 if who.fingerprint != real.ledger.fingerprint:
-                    raise Violation(f"mirror {mirror} lacks samples of bucket {partition}, whose owner is dead")
+                    raise Violation(f"mirror {mirror} lacks samples of partition {partition}, whose owner is dead")
                 continue
             if (who.seq, who.fingerprint, who.marks) != (real.seq, real.ledger.fingerprint, real.marks()):
                 raise Violation(
-                    f"mirror {mirror} has bucket {partition} at {who.seq}, it is at {real.seq}, or marks differ"
+                    f"mirror {mirror} has partition {partition} at {who.seq}, it is at {real.seq}, or marks differ"
                 )
         if m.page != want:
             raise Violation(f"mirror {mirror} does not equal its members {list(m.members)}")
@@ -402,7 +404,7 @@ class SimStore:
         m = self.mirrors.pop(mirror)
         who = m.members[partition]
         if len(m.members) != 1 or not who.complete:
-            raise AssertionError(f"mirror {mirror} cannot become bucket {partition}")
+            raise AssertionError(f"mirror {mirror} cannot become partition {partition}")
         self.install(partition, self._rebuilt(who, times(m.page, 3 - who.weight)))
 
     def recover_begin(self, mirror: int, lost: Sequence[PartitionId], here: Sequence[PartitionId]) -> None:
@@ -410,7 +412,7 @@ class SimStore:
         if m.rest is not None or not m.complete:
             raise AssertionError(f"mirror {mirror} cannot be folded")
         if any(b in self.partitions or b in self._loading for b in here):
-            raise AssertionError(f"buckets {here} are to be rebuilt here, and one of them is here")
+            raise AssertionError(f"partitions {here} are to be rebuilt here, and one of them is here")
         m.rest, m.lost, m.here, m.other = m.page, tuple(lost), tuple(here), (0, 0)
         m.other_heads = m.other_mask = m.filled = 0
         m.early = False
@@ -494,7 +496,7 @@ class SimStore:
                     self.fenced.add(partition)
                     self.drop(partition)
                 elif self.partitions[partition].absent:
-                    raise AssertionError(f"bucket {partition} is not whole")
+                    raise AssertionError(f"partition {partition} is not whole")
             return
         for partition, page in solved.items():
             self.install(partition, self._rebuilt(m.members[partition], page))

@@ -467,7 +467,7 @@ class Simulation:
                     entry.fingerprint = (entry.fingerprint - batch_fingerprint(shard, lo, hi)) & (1 << 64) - 1
                     mark[0] = lo
                     if self.kernel.lines is not None:
-                        self.kernel.say(ps, f"bucket {partition} of shard {shard:x} fell back from {hi} to {lo}")
+                        self.kernel.say(ps, f"partition {partition} of shard {shard:x} fell back from {hi} to {lo}")
 
     def scale(self, count: int) -> None:
         if self.master.alive and self.kernel.now >= self.master.paused_until:
@@ -545,7 +545,7 @@ class Simulation:
             if ps is not None and not ps.machine.serves(partition):
                 ps = self.old_owner_waiting_with(partition, ps)
             if ps is None:
-                raise Violation(f"bucket {b} is not served by ps:{slot} at the end: {self.where()} {self.stuck}")
+                raise Violation(f"partition {b} is not served by ps:{slot} at the end: {self.where()} {self.stuck}")
             holders[b] = ps
             self.truth.at_rest(partition, ps.store.partitions[partition])
             fingerprints[b] = ps.store.partitions[partition].ledger.fingerprint

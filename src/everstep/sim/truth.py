@@ -102,7 +102,9 @@ class Truth:
             raise Violation(f"ps:{ps} applied [{lo}, {hi}), shard {shard:x} is [{start}, {stop})")
         counts = self.counts[epoch][partition]
         if any(counts[lo:hi]):
-            raise Violation(f"bucket {partition} counts [{lo}, {hi}) of epoch {epoch} twice (ps:{ps}, shard {shard:x})")
+            raise Violation(
+                f"partition {partition} counts [{lo}, {hi}) of epoch {epoch} twice (ps:{ps}, shard {shard:x})"
+            )
         counts[lo:hi] = b"\1" * (hi - lo)
         self.missing[epoch] -= hi - lo
         self.applied += hi - lo
@@ -122,7 +124,7 @@ class Truth:
         for partition in partitions:
             if not all(counts[partition][lo:hi]):
                 raise Violation(
-                    f"ps:{ps} acknowledged [{lo}, {hi}) of shard {shard:x}, bucket {partition} lacks some of it"
+                    f"ps:{ps} acknowledged [{lo}, {hi}) of shard {shard:x}, partition {partition} lacks some of it"
                 )
 
     def releases(self, ps: Slot, shards: tuple[ShardKey, ...]) -> None:
@@ -151,7 +153,7 @@ class Truth:
                 for position in range(lease.start, lease.stop):
                     if not counts[position] and (lease.shard, position) not in kept:
                         raise Violation(
-                            f"worker:{worker} says that the rest of shard {lease.shard:x} is held back, bucket "
+                            f"worker:{worker} says that the rest of shard {lease.shard:x} is held back, partition "
                             f"{partition} lacks position {position}, which was not computed"
                         )
 
@@ -179,7 +181,7 @@ class Truth:
         for partition, counts in enumerate(self.counts[epoch]):
             if not all(counts[start:stop]):
                 lacks = counts.index(0, start, stop)
-                raise Violation(f"shard {shard:x} counts as done, bucket {partition} lacks position {lacks}")
+                raise Violation(f"shard {shard:x} counts as done, partition {partition} lacks position {lacks}")
         self.done[shard] = lease
 
     # ------------------------------------------------------------ at the end
@@ -189,9 +191,11 @@ class Truth:
         for epoch, counts in enumerate(self.counts):
             for partition, row in enumerate(counts):
                 if not all(row):
-                    raise Violation(f"finished, but epoch {epoch} lacks position {row.index(0)} in bucket {partition}")
+                    raise Violation(
+                        f"finished, but epoch {epoch} lacks position {row.index(0)} in partition {partition}"
+                    )
         want = sum(epoch_fingerprint(epoch, self.plan.samples) for epoch in range(self.epochs)) & _MASK
         for partition in range(self.partitions):
             have = (fingerprints.get(partition, 0) + self.skipped[partition]) & _MASK
             if have != want:
-                raise Violation(f"fingerprint of bucket {partition} is {have:x}, not {want:x}")
+                raise Violation(f"fingerprint of partition {partition} is {have:x}, not {want:x}")

@@ -389,9 +389,9 @@ class PsClient:
 
     def _tell(self, link: Link) -> None:
         if self._specs:
-            link.submit(Declare(tuple(self._specs.values())), lambda answer, body: self._told(link.slot, answer))
+            link.submit(Declare(tuple(self._specs.values())), lambda answer, body: self._declared(link.slot, answer))
 
-    def _told(self, ps: Slot, answer: DataAnswer) -> None:
+    def _declared(self, ps: Slot, answer: DataAnswer) -> None:
         if isinstance(answer, Bad):
             self.fail(InternalError(f"ps:{ps} refused: {answer.error}"))
 

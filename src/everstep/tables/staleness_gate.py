@@ -56,8 +56,8 @@ class StalenessGate:
         "_more",
         "_part",
         "_parts",
+        "_reported",
         "_resting",
-        "_said",
         "_schedule",
         "_stage",
         "_step",
@@ -83,7 +83,7 @@ class StalenessGate:
         self._parts: tuple[ComputedShare, ...] = ()  # sync: of the closed step
         self._stage: State = "busy"  # sync, with a step: busy, ready (also while it is pushed), pushed
         self._resting = True
-        self._said: WorkerClock | None = None
+        self._reported: WorkerClock | None = None
 
     def __repr__(self) -> str:
         return f"<gate {self.consistency} {self.clock()} {len(self._begun)} begun>"
@@ -143,17 +143,17 @@ class StalenessGate:
 
     def due(self, again: bool = False) -> WorkerClock | None:
         """Return what to tell the master now; None: it knows all that it needs. ``again``: it may have forgotten."""
-        clock, said = self.clock(), self._said
-        if said is not None:
-            clock = msgspec.structs.replace(clock, number=said.number)
-            known = clock == said or (clock.state == "idle" == said.state)
-            known = known or (clock.state == "ready" == said.state and clock.step == said.step)
-            known = known or (self.sync and clock.state == "busy" and said.state in ("busy", "pushed"))
+        clock, reported = self.clock(), self._reported
+        if reported is not None:
+            clock = msgspec.structs.replace(clock, number=reported.number)
+            known = clock == reported or (clock.state == "idle" == reported.state)
+            known = known or (clock.state == "ready" == reported.state and clock.step == reported.step)
+            known = known or (self.sync and clock.state == "busy" and reported.state in ("busy", "pushed"))
             if known and not again:
                 return None
-        if clock != said:
+        if clock != reported:
             clock = msgspec.structs.replace(clock, number=clock.number + 1)
-        self._said = clock
+        self._reported = clock
         return clock
 
     # ------------------------------------------------------------ inputs

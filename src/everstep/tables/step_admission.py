@@ -111,12 +111,12 @@ class StepAdmission:
         """Return what to take of a step: by a plan, or in several passes because a batch of the loader does not fit;
         else it is one batch of the loader."""
         assert self.gate is not None
-        told: BatchShare | None = None if self.accumulates else self.gate.batch_share()
+        share: BatchShare | None = None if self.accumulates else self.gate.batch_share()
         batch, fits = self.loader_batch, self.largest_batch
-        if told is None:
+        if share is None:
             return PartSize() if self.accumulates or self.one_pass == batch else PartSize(batch, fits)
-        largest = -(-told.samples // told.in_passes(batch))
-        return PartSize(told.samples, min(largest, fits) if fits else largest)
+        largest = -(-share.samples // share.in_passes(batch))
+        return PartSize(share.samples, min(largest, fits) if fits else largest)
 
     def _done(self) -> int:
         """Sync: samples of the step that are computed, or in hand."""

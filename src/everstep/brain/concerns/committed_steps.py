@@ -54,7 +54,7 @@ class CommittedSteps(GroupPart):
         plan = self.shards.datasets[c.dataset].plan
         if not (0 <= c.first <= c.last and 0 <= c.lo < c.hi <= plan.samples):
             return f"{what}: positions [{c.lo}, {c.hi}) of {plan.samples}"
-        if max(c.generation, c.met) > groups.generations:
+        if max(c.generation, c.agreed) > groups.generations:
             return f"{what}: there are only {groups.generations} generations"
         after = _turned(c.epoch, c.hi, plan.samples)
         ends = {c.first: (c.dataset, c.epoch, c.lo), c.last + 1: (c.dataset, *after)}
@@ -77,7 +77,7 @@ class CommittedSteps(GroupPart):
 
     def _advance(self, c: Committed, lo: int, after: tuple[int, int], out: list[InstructionType]) -> None:
         groups = self.group_state
-        self._leave_behind(c.met)
+        self._leave_behind(c.agreed)
         if groups.history.stints and groups.history.stints[-1].dataset == c.dataset:
             groups.history.stints[-1].end = after
         else:
@@ -105,12 +105,12 @@ class CommittedSteps(GroupPart):
             words = f"'{dataset.plan.name}' epoch {c.epoch}: all {dataset.plan.samples} samples, up to step {c.last}"
             out.append(Note("", Decision("epoch finished", words, {"samples": done, "steps": groups.step})))
 
-    def _leave_behind(self, met: int) -> None:
-        """Note that whoever was left out of the group of generation ``met`` may lack the steps that are told now."""
+    def _leave_behind(self, agreed: int) -> None:
+        """Note that whoever was left out of the group of generation ``agreed`` may lack the steps that are told now."""
         leavers = self.group_state.leavers
-        if any(x.generation <= met and not x.behind for x in leavers):
+        if any(x.generation <= agreed and not x.behind for x in leavers):
             replace = msgspec.structs.replace
-            self.reader.set_leavers([replace(x, behind=x.behind or x.generation <= met) for x in leavers])
+            self.reader.set_leavers([replace(x, behind=x.behind or x.generation <= agreed) for x in leavers])
 
     def confirm(self, generation: int) -> list[InstructionType]:
         """The members have changed over to ``generation``: who was left out of it trains no more."""

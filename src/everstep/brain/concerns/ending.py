@@ -143,8 +143,8 @@ class EndingConcern(Concern):
     def not_the_end(
         self,
         at: float,
-        words: str = "its script had ended, and buckets went back to what is older than its result",
-        what: str = "buckets were lost while scripts ended",
+        words: str = "its script had ended, and partitions went back to what is older than its result",
+        what: str = "partitions were lost while scripts ended",
     ) -> Out:
         """Handle that partitions of a group's tables go back to what is older than the state that its scripts end with.
         Whose script had ended runs it again, once the others have ended too: from them it would copy what does not

@@ -84,10 +84,10 @@ class GroupAskers(GroupPart):
         group = groups.group
         me = [x for x in group.members if (x.slot, x.incarnation) == (m.slot, m.incarnation)] if group else []
         if group is not None and me:
-            met = (
+            agreed = (
                 generation == group.generation > groups.confirmed and not self.reader.void and self.reader.holds(me[0])
             )
-            return self._steps.confirm(generation) if met else []
+            return self._steps.confirm(generation) if agreed else []
         ask = self.reader.ask_of(record)
         if ask is not None and generation >= self.group_state.lineage:
             ask.synced = max(ask.synced, generation)

@@ -220,7 +220,7 @@ class GroupReader:
         trains = group is not None and bool(group.members) and not group.hold and not self.data_done()
         return trains and groups.confirmed >= groups.lineage
 
-    def said_done(self, record: SlotRecord) -> bool:
+    def reported_done(self, record: SlotRecord) -> bool:
         """Return whether this process told that its script came to its end, with all data trained."""
         m = record.member
         return self.has_ended(record) and self.data_done() and self.living(m.slot, m.incarnation) is not None
@@ -249,7 +249,7 @@ class GroupReader:
     def ended_well(self, record: SlotRecord) -> bool:
         """Return, of one that ended with status 0 though it was to leave, whether its script had come to its end
         before."""
-        return self.said_done(record) or (self.data_done() and self.member(record) and self.trains(record))
+        return self.reported_done(record) or (self.data_done() and self.member(record) and self.trains(record))
 
     def lose(self, lives: Iterable[tuple[Slot, Incarnation]]) -> None:
         groups = self.group_state

@@ -45,12 +45,12 @@ class GroupStalls(GroupPart):
         where = {generation}  # of them; who is in two of these may wait in another one than the others
         while True:
             waits = [m for m in everybody if any(self._in(m, g) for g in where)]
-            said = [groups.waits.stuck.get(m.slot, (0, 0.0)) for m in waits]
-            if any(at - when > STUCK_TOGETHER_S for _, when in said):
+            reports = [groups.waits.stuck.get(m.slot, (0, 0.0)) for m in waits]
+            if any(at - when > STUCK_TOGETHER_S for _, when in reports):
                 return None, ""
-            if where.issuperset(g for g, _ in said):
+            if where.issuperset(g for g, _ in reports):
                 break
-            where.update(g for g, _ in said)
+            where.update(g for g, _ in reports)
         if len(waits) < 2:
             return None, ""
         groups.waits.stuck = {}

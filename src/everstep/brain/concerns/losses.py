@@ -30,13 +30,13 @@ class LossConcern(Concern):
     ) -> Out:
         """A process is no more, or counts as such. Take its leases back and fill the slot again. ``error``: that it
         told of itself."""
-        if not (node_lost or record.stopping or self.concerns.training.said_done(record)):
+        if not (node_lost or record.stopping or self.concerns.training.reported_done(record)):
             self.state.supervision.losses += 1
         if record.member.role is Role.PS:
             return self.concerns.ps_slots.gone(record, at, reason, inputs, error)
         member = record.member
         training = self.concerns.training
-        if training.said_done(record):  # its exit status was lost with its agent
+        if training.reported_done(record):  # its exit status was lost with its agent
             training.ended(record, clean=True)
             self.members.set_state(record, MemberState.LEFT, at)
             record.finished, record.stopping = True, False

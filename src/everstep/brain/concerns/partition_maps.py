@@ -62,12 +62,11 @@ class PartitionMaps(PartitionPart):
         protection.placement = placement
         self.checkpoints.covered = not code.m
         self._remember_map()
-        words = f"all {len(slots)} ps have joined; bucket b goes to ps b mod {len(slots)}"
+        words = f"all {len(slots)} ps have joined; partition b goes to ps b mod {len(slots)}"
         if code.m:
-            words = (
-                f"all {len(slots)} ps have joined; {partitions} buckets in {code.stripes(partitions)} stripes of {code}"
-            )
-        return [PublishPlacement(placement, Decision("place buckets", words)), *self._say_cover()]
+            stripes = code.stripes(partitions)
+            words = f"all {len(slots)} ps have joined; {partitions} partitions in {stripes} stripes of {code}"
+        return [PublishPlacement(placement, Decision("place partitions", words)), *self._say_cover()]
 
     def _say_cover(self) -> list[InstructionType]:
         """What the wanted layout covers, where other machines have ps, or nodes were waited for."""
@@ -181,21 +180,21 @@ class PartitionMaps(PartitionPart):
             self.checkpoints.reruns = 0  # shards come back by this loss, whatever a script did that ran again
         samples = self.shards.reopen_done(keys)
         out = self.checkpoints.disown(recovered.partitions if behind else recovered.behind)
-        inputs: Inputs = {"buckets": len(recovered.behind), "shards": len(keys), "samples": samples}
+        inputs: Inputs = {"partitions": len(recovered.behind), "shards": len(keys), "samples": samples}
         what = f"{len(keys)} done shards ({samples} samples) are opened again"
         if recovered.begun:
             words = (
-                f"{len(recovered.begun)} buckets were lost before anything could bring them back, and begin empty "
-                f"again: {what}, and trained again for these buckets alone; every worker begins anew"
+                f"{len(recovered.begun)} partitions were lost before anything could bring them back, and begin empty "
+                f"again: {what}, and trained again for these partitions alone; every worker begins anew"
             )
-            return [*out, Note("", Decision("begin buckets again", words, inputs))]
+            return [*out, Note("", Decision("begin partitions again", words, inputs))]
         if recovered.loaded:
             newest = self.checkpoints.newest
             snapshot = newest.checkpoint if newest is not None else 0
             inputs["checkpoint"] = snapshot
             words = (
-                f"{len(recovered.loaded)} buckets were lost beyond their protection and go back to checkpoint "
-                f"{snapshot}: {what}, and trained again for these buckets alone"
+                f"{len(recovered.loaded)} partitions were lost beyond their protection and go back to checkpoint "
+                f"{snapshot}: {what}, and trained again for these partitions alone"
             )
             return [*out, Note("", Decision("fall back to images", words, inputs))]
         words = f"pushes that were acknowledged may not have reached every mirror: {what} and checked"
@@ -230,17 +229,17 @@ class PartitionMaps(PartitionPart):
         self._remember_map()
         action = "publish the map again"
         if recovered.partitions:
-            action = "recover buckets"
+            action = "recover partitions"
         elif steps.switched:
-            action = "switch buckets"
+            action = "switch partitions"
         elif steps.begun:
-            action = "move buckets"
+            action = "move partitions"
         elif steps.built:
             action = "make mirrors"
         left = [f"ps:{p.slot}" for p in old.servers if p.slot not in {s.slot for s in places}]
         gone = f"{', '.join(left)} is in the map no more" if left and not why else ""
         words = "; ".join(part for part in (why, recovered.words(), steps.words(), gone) if part)
-        inputs: Inputs = {"buckets_missing": len(builder.missing), "moving": len(under_way(builder))}
+        inputs: Inputs = {"partitions_missing": len(builder.missing), "moving": len(under_way(builder))}
         out.append(PublishPlacement(new, Decision(action, words or "what was needed for a step is there", inputs)))
 
     def _remember_map(self) -> None:
@@ -264,7 +263,7 @@ class PartitionMaps(PartitionPart):
         if not self.job.over:
             for partition, slot in enumerate(placement.owner):
                 assert slot in serving or PartitionId(partition) in protection.missing, (
-                    f"bucket {partition}: ps:{slot} is not there"
+                    f"partition {partition}: ps:{slot} is not there"
                 )
         ids = [m.id for m in placement.mirrors]
         assert len(ids) == len(set(ids)) and all(0 < i <= protection.mirrors for i in ids), "a mirror id is used twice"
@@ -276,15 +275,15 @@ class PartitionMaps(PartitionPart):
             slot = placement.owner[partition]
             here = [m for m in placement.mirrors_of(partition) if m.at == slot and m.id in protection.ready]
             if pending.how is How.RECONSTRUCT:
-                assert here, f"bucket {partition} is to be folded at ps:{slot}, which has no complete mirror of it"
+                assert here, f"partition {partition} is to be folded at ps:{slot}, which has no complete mirror of it"
             elif pending.how in (How.PROMOTE, How.HAND_OVER):
-                assert any(m.members == (partition,) for m in here), f"bucket {partition} has no mirror at ps:{slot}"
+                assert any(m.members == (partition,) for m in here), f"partition {partition} has no mirror at ps:{slot}"
             elif pending.how is How.BEGIN:
                 assert snapshots.get(partition) == 0, (
-                    f"bucket {partition} is to begin empty, and the map does not say so"
+                    f"partition {partition} is to begin empty, and the map does not say so"
                 )
             elif pending.how is How.LOAD:
-                assert snapshots.get(partition), f"bucket {partition} is to be loaded, from nothing"
+                assert snapshots.get(partition), f"partition {partition} is to be loaded, from nothing"
         layout = protection.layout
         assert layout is not None
         if len(protection.over) >= code.width and not protection.leaving:

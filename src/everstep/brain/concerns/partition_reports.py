@@ -69,9 +69,9 @@ class PartitionReports(PartitionPart):
             return []
         if self.protection.missing:
             return []
-        inputs: Inputs = {"buckets": len(news), "how": e.how}
-        words = f"every bucket is whole where the map has it (the last ones at ps:{slot}: {e.how})"
-        return [Note("", Decision("buckets ready", words, inputs))]
+        inputs: Inputs = {"partitions": len(news), "how": e.how}
+        words = f"every partition is whole where the map has it (the last ones at ps:{slot}: {e.how})"
+        return [Note("", Decision("partitions ready", words, inputs))]
 
     def _inconsistent(self, slot: Slot, e: MirrorsReady) -> list[InstructionType]:
         """Mirrors are not to be trusted: from now on none is there, and the next map has others in their place."""
@@ -99,8 +99,8 @@ class PartitionReports(PartitionPart):
         )
         if not stuck:
             return []
-        words = f"it has no way to get {len(stuck)} buckets that placement {e.placement} gave it"
-        why = Decision("buckets stuck", words, {"buckets": len(stuck)}, ("wait: nothing more would come",))
+        words = f"it has no way to get {len(stuck)} partitions that placement {e.placement} gave it"
+        why = Decision("partitions stuck", words, {"partitions": len(stuck)}, ("wait: nothing more would come",))
         return [Note(f"ps:{slot}", why)]
 
     def load_failed(self, slot: Slot, e: LoadFailed) -> list[InstructionType]:

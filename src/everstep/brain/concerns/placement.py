@@ -94,11 +94,11 @@ class PlacementConcern(Concern):
                 "which nothing protects" if spec.parity in ("", "0") else f"more than parity {spec.parity} can rebuild"
             )
             error = (
-                f"{why} and with it {lost} of {spec.partitions} buckets, {what}; "
+                f"{why} and with it {lost} of {spec.partitions} partitions, {what}; "
                 "trust nothing of the run directory beyond the last export"
             )
             rejected = ("go on without its rows: results would be wrong",)
-            out.append(Note("", Decision("fail the job", error, {"buckets_lost": lost}, rejected)))
+            out.append(Note("", Decision("fail the job", error, {"partitions_lost": lost}, rejected)))
             return [*out, self.fail(4, error)]
         for slot, incarnation in self.state.protection.ending:
             worker = self.members.current(Role.WORKER, slot, incarnation)
@@ -132,7 +132,7 @@ class PlacementConcern(Concern):
         out = self.reports.load_failed(event.slot, e)
         if self.checkpoints.aside:
             return [OK, *out, self.fail(4, self.checkpoints.aside_words)]
-        return [OK, *out, *self.settle_map(f"ps:{event.slot} cannot load bucket {e.partition}")]
+        return [OK, *out, *self.settle_map(f"ps:{event.slot} cannot load partition {e.partition}")]
 
     def died_loading(self, record: SlotRecord, reason: str, status: int) -> Out:
         """Handle that a ps crashed: if it was loading, that may have been why."""
@@ -157,6 +157,9 @@ class PlacementConcern(Concern):
             return []
         loads = ", ".join(f"ps:{slot} {rows}" for slot, rows in e.loads)
         words = f"ps:{moved[0].source} has too much to do ({loads} rows a second)"
-        inputs: Inputs = {f"bucket {m.partition}": f"to ps:{m.target}" for m in moved}
+        inputs: Inputs = {f"partition {m.partition}": f"to ps:{m.target}" for m in moved}
         rejected = ("leave them: the slowest ps sets everybody's pace", "move all: each move costs contents once")
-        return [Note("", Decision("move hot buckets", words, inputs, rejected)), *self.settle_map("buckets are hot")]
+        return [
+            Note("", Decision("move hot partitions", words, inputs, rejected)),
+            *self.settle_map("partitions are hot"),
+        ]

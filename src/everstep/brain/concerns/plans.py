@@ -63,7 +63,7 @@ class PlanConcern(Concern):
             and moves is not None
             and not (self.state.placement is not None and self.concerns.placement.reader.at_rest())
         ):
-            why = "buckets are under way"
+            why = "partitions are under way"
         for action in plan.actions:
             if not why and isinstance(action, KillRestart):
                 if action.role is Role.PS and action.slot in self.state.protection.leaving:
@@ -114,7 +114,7 @@ class PlanConcern(Concern):
                 moved = self.concerns.placement.reports.spread(moves)
                 return (
                     self.concerns.placement.settle_map(
-                        f"{len(moved)} buckets change hands by plan {self.state.control.version}"
+                        f"{len(moved)} partitions change hands by plan {self.state.control.version}"
                     )
                     if moved
                     else []

@@ -219,7 +219,7 @@ class ProcessConcern(Concern):
             return [Reply(Refused(f"{e.target}: not yet: not every ps has joined"))]
         saves = self.job.saves and e.deadline_s > 0 and has_checkpoints(self.job.spec)
         if servers and not left and not saves:
-            return [Reply(Refused(f"{e.target}: no other ps could take its buckets; first: everstep scale --ps N"))]
+            return [Reply(Refused(f"{e.target}: no other ps could take its partitions; first: everstep scale --ps N"))]
         if node is not None:
             node.draining = True
         out: Out = [OK]
@@ -228,14 +228,14 @@ class ProcessConcern(Concern):
         words += ", and start another process in its place" if e.again else ""
         less = after_drain(self.concerns.placement.reader.code, len(left)) if servers else ""
         words += f"; {less}" if less else ""
-        inputs: Inputs = {"deadline_s": e.deadline_s, "buckets": 0}
-        inputs["buckets"] = sum(self.concerns.placement.reader.left_at(slot) for slot in servers)
+        inputs: Inputs = {"deadline_s": e.deadline_s, "partitions": 0}
+        inputs["partitions"] = sum(self.concerns.placement.reader.left_at(slot) for slot in servers)
         exposed = 0
         if servers and self.job.ranks:
             exposed = self.concerns.placement.reader.exposed(servers)
             inputs["exposed"] = exposed
             move = "and move first" if left else "and no other ps could take them"
-            words += f"; {exposed} of its buckets have no complete copy elsewhere, {move}" if exposed else ""
+            words += f"; {exposed} of its partitions have no complete copy elsewhere, {move}" if exposed else ""
             words += ": a checkpoint is taken" if exposed and saves else ""
         out.append(Note(e.target, Decision("drain", words, inputs)))
         for record in records:

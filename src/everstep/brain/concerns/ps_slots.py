@@ -56,7 +56,7 @@ class PsSlotConcern(Concern):
             "restart",
             f"it was lost: {reason}",
             {**inputs, "in_a_row": record.streak, "max_restarts": job.spec.max_restarts},
-            ("go on without it: the others hold its buckets, with less protection and memory",),
+            ("go on without it: the others hold its partitions, with less protection and memory",),
         )
         return out + self.concerns.processes.start(Role.PS, member.slot, at, why, replaces=True)
 
@@ -68,8 +68,8 @@ class PsSlotConcern(Concern):
         left, exposed = len(self.state.placement.owned_by(slot)), reader.exposed({slot})
         if not left:
             return []
-        words = f"{left} buckets had not moved in time; {exposed} of them have no complete copy elsewhere"
-        return [Note(f"ps:{slot}", Decision("not emptied in time", words, {"buckets": left, "exposed": exposed}))]
+        words = f"{left} partitions had not moved in time; {exposed} of them have no complete copy elsewhere"
+        return [Note(f"ps:{slot}", Decision("not emptied in time", words, {"partitions": left, "exposed": exposed}))]
 
     def _ps_stopped(self, record: SlotRecord, at: float) -> Out:
         """Handle that a ps which had given everything away has ended."""
@@ -165,7 +165,7 @@ class PsSlotConcern(Concern):
         ends_words = ", ".join(f"ps:{slot}" for slot in sorted(ends))
         return (
             f"{count} ps: not yet: all that would be left are emptied with their nodes or wait for a place, and "
-            f"{ends_words} would have nobody to give the buckets to; try again when one of these serves elsewhere"
+            f"{ends_words} would have nobody to give the partitions to; try again when one of these serves elsewhere"
         )
 
     def _is_drained(self, slot: Slot) -> bool:

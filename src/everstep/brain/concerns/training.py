@@ -94,7 +94,7 @@ class Training(Concern):
         """A process has ended: whether its script came to its end."""
         return e.status == 0 and not record.stopping
 
-    def said_done(self, record: SlotRecord) -> bool:
+    def reported_done(self, record: SlotRecord) -> bool:
         """Return whether this process told that its script came to its end, with all data trained."""
         return False
 
@@ -213,7 +213,7 @@ class LeaseTraining(Training):
 
     def begun_words(self) -> str:
         spec = self.job.spec
-        return f"{spec.workers} workers, {spec.ps} ps, {spec.partitions} buckets"
+        return f"{spec.workers} workers, {spec.ps} ps, {spec.partitions} partitions"
 
     def progress(self) -> int:
         return self.shards.samples_done
@@ -247,7 +247,7 @@ class LeaseTraining(Training):
 
     def loop_begins(self, record: SlotRecord, dataset: Dataset, e: PlanRegistered) -> None:
         if e.loop:
-            dataset.said(e.loop, e.begin, e.until)
+            dataset.record_loop(e.loop, e.begin, e.until)
             record.loop = max(record.loop, e.loop)
 
     def nothing_to_save(self) -> str:
@@ -275,7 +275,7 @@ class LeaseTraining(Training):
         return self.checkpoints.resume(self.job, self.shards, e.manifest, e.url, e.numbers)
 
     def why_ends(self, partitions: int) -> str:
-        return f"{partitions} buckets begin empty: the first rows of its tables are due again"
+        return f"{partitions} partitions begin empty: the first rows of its tables are due again"
 
     def cannot_follow(self, action: Action) -> str:
         consistency = self.job.spec.consistency
@@ -305,7 +305,7 @@ class GroupTraining(Training):
     def begun_words(self) -> str:
         spec = self.job.spec
         why = f"{spec.workers} workers, each with the whole model"
-        return f"{why} but its tables, {spec.ps} ps, {spec.partitions} buckets" if spec.ps else why
+        return f"{why} but its tables, {spec.ps} ps, {spec.partitions} partitions" if spec.ps else why
 
     def progress(self) -> int:
         return self.state.groups.step
@@ -329,14 +329,14 @@ class GroupTraining(Training):
 
     def exited(self, record: SlotRecord, e: ProcessExited) -> bool:
         finished = super().exited(record, e)
-        said = self._groups.said_done(record) and not e.error  # (however it went then)
-        if said or (e.status == 0 and self._groups.ended_well(record)):
+        well = self._groups.reported_done(record) and not e.error  # (however it went then)
+        if well or (e.status == 0 and self._groups.ended_well(record)):
             finished, record.stopping = True, False
         self._group.ended(record, e.status in _CLEAN_EXITS or (record.stopping and e.status >= 0))
         return finished
 
-    def said_done(self, record: SlotRecord) -> bool:
-        return self._groups.said_done(record)
+    def reported_done(self, record: SlotRecord) -> bool:
+        return self._groups.reported_done(record)
 
     def ended(self, record: SlotRecord, clean: bool) -> None:
         self._group.ended(record, clean)
@@ -385,7 +385,7 @@ class GroupTraining(Training):
         )
 
     def why_ends(self, partitions: int) -> str:
-        return f"{partitions} buckets go back to what is older than its state"
+        return f"{partitions} partitions go back to what is older than its state"
 
     def step(self) -> int:
         return self.state.groups.step

@@ -86,7 +86,7 @@ def count(job: Object, pods: Iterable[PodFacts], nodes: Mapping[str, Object] | N
 
 def written(costs: PodCosts) -> Object:
     """Return costs as they stand in a job's status."""
-    told: Object = {
+    cost: Object = {
         "spotPodSeconds": costs.spot_s,
         "onDemandPodSeconds": costs.on_demand_s,
         "spent": f"{costs.spent:.6f}",
@@ -95,8 +95,8 @@ def written(costs: PodCosts) -> Object:
         "time": stamp_of(costs.at),
     }
     if costs.unpriced_s:
-        told["unpricedPodSeconds"] = costs.unpriced_s
-    return told
+        cost["unpricedPodSeconds"] = costs.unpriced_s
+    return cost
 
 
 def is_due(job: Object, costs: PodCosts) -> bool:

@@ -28,7 +28,7 @@ _BAD: Final = frozenset(
 def events_between(job: Object, status: Object) -> list[Object]:
     """Return what to say of a job whose status becomes this one: conditions that changed, pods that were told to go."""
     old = job.get("status") or {}
-    said = []
+    events = []
     before = {c["type"]: c for c in old.get("conditions") or []}
     for now in status.get("conditions") or []:
         kind, holds = now["type"], now["status"] == "True"
@@ -36,13 +36,13 @@ def events_between(job: Object, status: Object) -> list[Object]:
             continue
         reason = kind if holds else f"Not{kind}"
         words = now.get("message") or now.get("reason") or ""
-        said.append(_event(job, reason, words, now["lastTransitionTime"], holds and kind in _BAD))
+        events.append(_event(job, reason, words, now["lastTransitionTime"], holds and kind in _BAD))
     known = {each["pod"] for each in old.get("disruptions") or []}
     for each in status.get("disruptions") or []:
         if each["pod"] not in known:
             words = f"{each['pod']} goes from {each.get('node') or 'its node'} ({each['source']})"
-            said.append(_event(job, "PodGoes", words, each["noticeTime"], True))
-    return said
+            events.append(_event(job, "PodGoes", words, each["noticeTime"], True))
+    return events
 
 
 def _event(job: Object, reason: str, message: str, at: str, bad: bool) -> Object:

@@ -120,7 +120,7 @@ class LightkubeClient:
                     raise ApiError(request=answer.request, response=answer)
                 for line in answer.iter_lines():
                     if line:
-                        yield _told(what, line)
+                        yield _change(what, line)
         except RuntimeError:
             if not self._closed:
                 raise
@@ -175,8 +175,8 @@ class LightkubeClient:
         review = {"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview"}
         body = {**review, "spec": {"resourceAttributes": asked}}
         path = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
-        told = self._ask(f"rights on {plural}", lambda: self._raw("POST", path, body).json())
-        return bool((told.get("status") or {}).get("allowed"))
+        news = self._ask(f"rights on {plural}", lambda: self._raw("POST", path, body).json())
+        return bool((news.get("status") or {}).get("allowed"))
 
     def logs(self, namespace: str, pod: str, tail_lines: int) -> str:
         path = f"/api/v1/namespaces/{namespace}/pods/{pod}/log?tailLines={tail_lines}"
@@ -214,17 +214,17 @@ class _WatchLine(msgspec.Struct):
 _line_decoder = msgspec.json.Decoder(_WatchLine)
 
 
-def _told(what: str, line: str) -> WatchChange:
+def _change(what: str, line: str) -> WatchChange:
     """Return what one line of a watch tells. Raises ApiServerError: the watch is over, or the line is garbage."""
     try:
-        told = _line_decoder.decode(line)
+        news = _line_decoder.decode(line)
     except MALFORMED as error:
         raise ApiServerError(what, 0, ApiReason.OTHER, f"a line that is no change: {error}") from None
-    if told.type not in tuple(ChangeType):
-        code = int(told.object.get("code") or 0)
-        reason = reason_of(code, str(told.object.get("reason") or ""))
-        raise ApiServerError(what, code, reason, str(told.object.get("message") or told.type))
-    return WatchChange(ChangeType(told.type), told.object)
+    if news.type not in tuple(ChangeType):
+        code = int(news.object.get("code") or 0)
+        reason = reason_of(code, str(news.object.get("reason") or ""))
+        raise ApiServerError(what, code, reason, str(news.object.get("message") or news.type))
+    return WatchChange(ChangeType(news.type), news.object)
 
 
 def _with_token(url: str, token: str) -> Object:

@@ -415,10 +415,10 @@ class Operator:
         if time.monotonic() - known.at >= ASK_S:
 
             def report(host: str, secret: str) -> None:
-                said = self._link.report(host, secret)
+                report = self._link.report(host, secret)
                 before = self._reports.get(uid_of(job), _Known(0.0, None)).value
-                self._reports[uid_of(job)] = _Known(time.monotonic(), said)
-                if said != before:
+                self._reports[uid_of(job)] = _Known(time.monotonic(), report)
+                if report != before:
                     self.queue.put((job["metadata"]["namespace"], name_of(job)))
 
             self._ask(job, pods, report, reports=True)

@@ -120,8 +120,10 @@ class _Look:
             status.now["cost"] = job_cost.written(self._costs)
         again = [*self._again, *([requested.again_s] if requested.again_s is not None else [])]
         changed = status.changed()
-        said = [Create(Kind.EVENT, body) for body in events_between(self._job, changed)] if changed is not None else []
-        return JobPlan(changed, (*said, *self._actions, *requested.actions), min(again, default=None))
+        events = (
+            [Create(Kind.EVENT, body) for body in events_between(self._job, changed)] if changed is not None else []
+        )
+        return JobPlan(changed, (*events, *self._actions, *requested.actions), min(again, default=None))
 
     # ------------------------------------------------------------ the end
 
@@ -290,7 +292,7 @@ class _Look:
         if spot.get("onReclaimNotice") == "Ignore":
             return
         shown: list[Object] = list(self._status.now.get("disruptions") or [])
-        told = {each["pod"] for each in shown}
+        named = {each["pod"] for each in shown}
         any_now = False
         for pod in self._pods:
             node = (self._seen.nodes or {}).get(pod.node)
@@ -299,7 +301,7 @@ class _Look:
             if notice is None or not (pod.active or pod.state is PodState.LEAVING):
                 continue
             any_now = True
-            if pod.name not in told and notice.source is not Source.DELETION:
+            if pod.name not in named and notice.source is not Source.DELETION:
                 shown.append(self._disruption(pod, notice))
             if pod.active and notice.source in (Source.NODE_TAINT, Source.NODE_CONDITION) and pod.node:
                 self._delete(pod)
@@ -356,13 +358,13 @@ class _Look:
         if excess <= 0:
             return
         report, victims = self._seen.report, self._victims()
-        told = report is not None and self._told(place)
+        may_go = report is not None and self._wants_no_more(place)
         if place is Place.MASTER:
-            told = True
+            may_go = True
         ranked = sorted(active, key=lambda p: (p.name not in victims, p.state is PodState.RUNNING, -p.slot, -p.serial))
         for pod in ranked:
             empty = pod.state is PodState.PENDING or not (report.members.get(pod.name, 0) if report else 1)
-            if excess and (place is Place.MASTER or (told and (empty or pod.name in victims))):
+            if excess and (place is Place.MASTER or (may_go and (empty or pod.name in victims))):
                 self._delete(pod)
                 excess -= 1
         if excess:
@@ -371,7 +373,7 @@ class _Look:
     def _victims(self) -> tuple[str, ...]:
         return carry_out(self._job, self._seen.requests, self._pods, self._seen.now_s).victims
 
-    def _told(self, place: Place) -> bool:
+    def _wants_no_more(self, place: Place) -> bool:
         """Return whether the master wants no more members of a kind than the job does."""
         report = self._seen.report
         if report is None:

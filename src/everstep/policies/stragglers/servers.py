@@ -229,29 +229,29 @@ def divide_partitions(
     if not owners or (not uneven and now_s < (WORTH if late else 1.0) * then_s):
         return None, state
     if uneven:
-        action, words = "level the buckets", f"an even division would have been faster in the last {KEPT} windows"
+        action, words = "level the partitions", f"an even division would have been faster in the last {KEPT} windows"
         rejected, windows = "leave them: who was slow when they moved is not any more", KEPT
         for slot in state.relieved.keys() - state.slow:
             state = _well(seen, state, slot)
     elif late:
         worst = max(late, key=lambda v: (v.slowness, -v.slot))
         words = f"ps:{worst.slot} takes {worst.slowness:.1f} times as long as its peers, for the same work"
-        action, rejected = "relieve the ps", "restart it: it keeps training while buckets move"
+        action, rejected = "relieve the ps", "restart it: it keeps training while partitions move"
         windows = records[worst.slot].late
         state = msgspec.structs.replace(state, relieved={worst.slot: seen.at, **state.relieved})
     else:
         best = min(early, key=lambda v: (v.pace_s, v.slot))
-        words = f"ps:{best.slot} answers long before its peers, and has fewer buckets"
-        action, rejected = "give buckets back", "leave it: the others would go on doing its work"
+        words = f"ps:{best.slot} answers long before its peers, and has fewer partitions"
+        action, rejected = "give partitions back", "leave it: the others would go on doing its work"
         windows = records[best.slot].early
         state = _well(seen, state, best.slot)
     inputs: dict[str, str | int | float | bool] = {
         f"ps:{v.slot}": f"{paces[v.slot] * 1e3:.3g} ms, {servers[v.slot].partitions} to {wanted[v.slot]}"
         for v in verdicts
     }
-    inputs |= {"windows": windows, "faster": round(now_s / then_s, 3), "buckets": len(owners)}
+    inputs |= {"windows": windows, "faster": round(now_s / then_s, 3), "partitions": len(owners)}
     inputs |= {"fixed": round(state.fixed, 2)}
-    inputs |= {f"bucket {b}": f"to ps:{slot}" for b, slot in list(owners.items())[:ANNOUNCED]}
+    inputs |= {f"partition {b}": f"to ps:{slot}" for b, slot in list(owners.items())[:ANNOUNCED]}
     plan = Plan(actions=(MovePartitions(owners=owners),), decision=Decision(action, words, inputs, (rejected,)))
     state = msgspec.structs.replace(state, wanted=wanted, waits=SETTLE, rounds=state.rounds + 1, before=have)
     return plan, state

@@ -30,10 +30,10 @@ Life = tuple[Slot, Incarnation]
 
 
 class Run:
-    """Is a group that has met. ``begun``: when its first step began; ``told``: steps since that the brain knows of;
+    """Is a group that has met. ``begun``: when its first step began; ``reported``: steps since that the brain knows of;
     ``end``: when a member was gone, None: all are there. ``step_s`` 0: no step may begin."""
 
-    __slots__ = ("begun", "end", "generation", "lives", "members", "samples", "step_s", "told")
+    __slots__ = ("begun", "end", "generation", "lives", "members", "reported", "samples", "step_s")
 
     def __init__(
         self, generation: int, members: list[VirtualProcess], begun: float, step_s: float, samples: int
@@ -46,7 +46,7 @@ class Run:
             samples,
         )
         self.lives = {(m.slot, m.incarnation) for m in members}
-        self.told = 0
+        self.reported = 0
         self.end: float | None = None
 
 
@@ -118,11 +118,11 @@ class GroupWorkers:
         run = self._run
         if run is None or self._telling:
             return
-        steps = self._done_steps(run) - run.told
+        steps = self._done_steps(run) - run.reported
         teller = next((m for m in run.members if m.alive), None)
         if steps <= 0 or teller is None:
             return
-        run.told += steps
+        run.reported += steps
         ranges = self._ranges(run, steps)
         if not ranges:
             return
@@ -195,7 +195,7 @@ class GroupWorkers:
     def _arm_again(self, run: Run) -> None:
         left = self._steps_left(run)
         self._armed += 1
-        end = run.begun + (run.told + left) * run.step_s
+        end = run.begun + (run.reported + left) * run.step_s
         self._job.kernel.at(max(self._job.kernel.now, end) + 1e-6, self._data_ends, self._armed)
 
     # ------------------------------------------------------------ groups

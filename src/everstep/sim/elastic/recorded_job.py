@@ -58,7 +58,7 @@ class RecordedJob:
         self._samples = 0
         self._lost: dict[int, float] = {}  # generation without a lost member -> when it was published
         self._sizes: dict[int, int] = {}
-        self._told: dict[int, list[tuple[float, int, int]]] = {}  # generation -> (when, steps, samples)
+        self._reported: dict[int, list[tuple[float, int, int]]] = {}  # generation -> (when, steps, samples)
         self._batch = 0
         self._asked: dict[Life, float] = {}
         self._copies: list[float] = []
@@ -96,9 +96,9 @@ class RecordedJob:
                 self._copies.append(at - self._asked.pop(life))
             case StepsCommitted() if _taken(out):
                 for c in fact.steps:
-                    told = self._told.setdefault(c.generation, [])
-                    before = told.pop() if told and told[-1][0] == at else (at, 0, 0)
-                    told.append((at, before[1] + c.last + 1 - c.first, before[2] + c.hi - c.lo))
+                    reported = self._reported.setdefault(c.generation, [])
+                    before = reported.pop() if reported and reported[-1][0] == at else (at, 0, 0)
+                    reported.append((at, before[1] + c.last + 1 - c.first, before[2] + c.hi - c.lo))
             case CapacityChanged(step=CapacityStep.GRANTED):
                 self._granted[fact.node] = at
             case NodeJoined() if fact.node in self._granted:
@@ -187,9 +187,9 @@ class RecordedJob:
     def _rates(self) -> list[tuple[int, float]]:
         """Return samples per second of groups by size: from a generation's first word of steps to its last one."""
         sums: dict[int, tuple[float, int, int]] = {}
-        for generation, told in self._told.items():
+        for generation, reported in self._reported.items():
             size = self._sizes.get(generation, 0)
-            took, rest = told[-1][0] - told[0][0], told[1:]
+            took, rest = reported[-1][0] - reported[0][0], reported[1:]
             if size and took > 0 and rest:
                 before = sums.get(size, (0.0, 0, 0))
                 steps, samples = sum(n for _, n, _ in rest), sum(n for _, _, n in rest)
@@ -200,9 +200,9 @@ class RecordedJob:
         out = []
         by_size = dict(rates)
         for generation, at in self._lost.items():
-            told, size = self._told.get(generation), self._sizes.get(generation, 0)
-            if told and size in by_size:
-                when, _, samples = told[0]
+            reported, size = self._reported.get(generation), self._sizes.get(generation, 0)
+            if reported and size in by_size:
+                when, _, samples = reported[0]
                 out.append(when - at - samples / by_size[size])
         return out
 

@@ -195,7 +195,7 @@ class VirtualJob:
         self.nodes: dict[NodeId, VirtualNode] = {}
         self.machines: list[MachineSpan] = []
         self.events: list[Event] | None = [] if keep_events else None
-        self.told = 0
+        self.reported = 0
         self.reclaims = self.losses = 0
         self.notes: dict[str, float] = {}  # what was decided about the job, and when it was for the first time
         self.error = ""
@@ -258,7 +258,7 @@ class VirtualJob:
             machines=tuple(self.machines),
             bins=self.meter.bins(),
             notes=tuple((at, words) for words, at in self.notes.items()),
-            events=self.told,
+            events=self.reported,
             cpu_s=self._cpu_s,
         )
 
@@ -279,7 +279,7 @@ class VirtualJob:
 
     def _handle(self, fact: FactType, sender: Sender) -> AnswerType | None:
         event = Event(self.at, fact, sender)
-        self.told += 1
+        self.reported += 1
         if self.events is not None:
             self.events.append(event)
         answer: AnswerType | None = None
@@ -413,7 +413,7 @@ class VirtualJob:
             if isinstance(news, Gone):
                 self._machine_gone(news)
             else:
-                self._do(self._fleet.told(news))
+                self._do(self._fleet.handle(news))
         if self.market.due_at is not None:
             self.kernel.at(max(self.kernel.now, self.market.due_at), self._look_at_market)
 
@@ -478,7 +478,7 @@ class VirtualJob:
                 self._dies(process)
             self._paid(node)
             self.meter.places(self.kernel.now, -node.span.places)
-        actions = self._fleet.told(news)
+        actions = self._fleet.handle(news)
         if self.model.detect_s > 0:
             self.after(self.model.detect_s, self._do, actions)
         else:

@@ -48,7 +48,7 @@ class ObjectStore:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self._told = threading.Condition(self.lock)
+        self._changed = threading.Condition(self.lock)
         self.version = 0
         self.writes = 0
         self._things: dict[str, dict[tuple[str, str], Object]] = {}
@@ -109,7 +109,7 @@ class ObjectStore:
         self._log.append(LogEntry(self.version, plural, what, copy.deepcopy(thing), before))
         if len(self._log) > LOG_MAX:
             self.forget(len(self._log) - LOG_MAX // 2)
-        self._told.notify_all()
+        self._changed.notify_all()
 
     def forget(self, count: int = 1 << 30) -> None:
         """Forget the oldest changes: watches from before have to list again."""
@@ -136,10 +136,10 @@ class ObjectStore:
                 left_s = end - time.monotonic()
                 if found or left_s <= 0 or self.closed:
                     return found[::-1], self.version
-                self._told.wait(left_s)
+                self._changed.wait(left_s)
 
     def close(self) -> None:
         """Wake all watches: they end."""
         with self.lock:
             self.closed = True
-            self._told.notify_all()
+            self._changed.notify_all()

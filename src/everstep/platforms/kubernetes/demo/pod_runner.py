@@ -35,7 +35,7 @@ class PodProcess:
 
     def __init__(self, process: subprocess.Popen[bytes], uid: str, host: str) -> None:
         self.process, self.uid, self.host = process, uid, host
-        self.told_at = 0.0  # when it was told to leave
+        self.asked_at = 0.0  # when it was told to leave
 
     def __repr__(self) -> str:
         return f"<pod process {self.process.pid} at {self.host}>"
@@ -158,8 +158,8 @@ class PodRunner:
             self._say_ended(pod, code)
             if leaving:
                 self._drop(pod)
-        elif leaving and not one.told_at:
-            one.told_at = time.monotonic()
+        elif leaving and not one.asked_at:
+            one.asked_at = time.monotonic()
             one.process.send_signal(signal.SIGTERM)
         elif leaving and time.time() > seconds_of(pod["metadata"]["deletionTimestamp"]):
             one.process.kill()

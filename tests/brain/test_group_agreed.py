@@ -18,14 +18,14 @@ def with_newcomer() -> Script:
     job.kill(1)
     job.hire(1)
     job.ask(1)
-    met(job, 1, job.brain.state.groups.generations)
+    agreed(job, 1, job.brain.state.groups.generations)
     group = job.brain.state.groups.group
     assert group is not None
     assert [(m.slot, m.incarnation) for m in group.members] == [(0, 1), (1, 2)]
     return job
 
 
-def met(job: Script, slot: int, generation: int) -> None:
+def agreed(job: Script, slot: int, generation: int) -> None:
     job.say(Event(0.0, GroupSynced(generation), by_worker(Slot(slot), Incarnation(job.lives[slot]))))
 
 
@@ -35,7 +35,7 @@ def test_the_other_one_is_lost_before_the_group_has_trained(says: int | None) ->
     groups = job.brain.state.groups
     lineage = groups.lineage
     if says is not None:
-        met(job, says, groups.generations)
+        agreed(job, says, groups.generations)
     job.kill(0)
     job.ask(1, Position(6, 0, 0, 60))
     if says == 0:
@@ -52,11 +52,11 @@ def test_said_twice_and_late_it_changes_nothing() -> None:
     job = with_newcomer()
     groups = job.brain.state.groups
     generation = groups.generations
-    met(job, 0, generation)
+    agreed(job, 0, generation)
     before = job.brain.snapshot()
-    met(job, 0, generation)
-    met(job, 0, generation - 1)
-    met(job, 0, generation + 5)
+    agreed(job, 0, generation)
+    agreed(job, 0, generation - 1)
+    agreed(job, 0, generation + 5)
     after = job.brain.snapshot()
     assert before == after or groups.confirmed == generation
     assert not actions(job.say(Event(0.0, GroupSynced(generation), by_worker(Slot(1), Incarnation(1)))))
