@@ -116,7 +116,11 @@ def test_workers_and_ps_are_scaled_by_one_plan() -> None:
         ({"max_workers": 12}, Scale(workers=13), "13 workers: more than max_workers=12"),
         ({"max_ps": 3}, Scale(workers=2, ps=4), "4 ps: more than max_ps=3"),
         ({"min_ps": 2}, Scale(workers=2, ps=1), "1 ps: fewer than min_ps=2"),
-        ({"max_ps": 100}, Scale(workers=2, ps=65), "65 ps: more than the job's 4 buckets, so some would own nothing"),
+        (
+            {"max_ps": 100},
+            Scale(workers=2, ps=65),
+            "65 ps: more than the job's 4 partitions, so some would own nothing",
+        ),
     ],
 )
 def test_a_plan_beyond_the_bounds_of_the_job_is_dropped_whole(bounds: dict[str, int], action: Scale, why: str) -> None:

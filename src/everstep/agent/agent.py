@@ -223,7 +223,7 @@ class Agent:
         self.emptied_for: Notice | None = None  # this node was left because of it
         self._not_accepted = False  # the master has not agreed yet to empty this node
         self._leaves_in_time = False  # the platform ends processes of a node that has notice
-        self._stays_told = False
+        self._warned_that_it_stays = False
 
     # ------------------------------------------------------------ the loop
 
@@ -459,8 +459,8 @@ class Agent:
         serving = [r.name for r in self._running.values() if r.status is None and r.role == Role.PS]
         if self.emptied_for is None or self._leaves_in_time or not serving:
             self._leave()
-        elif not self._stays_told:
-            self._stays_told = True
+        elif not self._warned_that_it_stays:
+            self._warned_that_it_stays = True
             self._tell(
                 f"the time is over, and {', '.join(serving)} is not empty: it goes on until this machine is gone"
             )

@@ -75,10 +75,10 @@ def _from_history(
     )
     try:
         wishes = wishes_of(estimate, mode)
-        similar, said = earlier_jobs(script, tuple(flags.get("args", ())), wishes, estimate.stages or 1)
+        similar, trouble = earlier_jobs(script, tuple(flags.get("args", ())), wishes, estimate.stages or 1)
         if not similar:
             return None
-        _, sizing = from_history(script, similar, estimate, wishes, said)
+        _, sizing = from_history(script, similar, estimate, wishes, trouble)
     except EverstepError:
         return None  # (what is wrong with the flags themselves is said when the job's settings are checked)
     used = ", ".join(f"job {one.kept.number}" for one in similar[:3])

@@ -163,8 +163,8 @@ def run(config: Path | None, no_display: bool, command: tuple[str, ...], **flags
     if AUTO in (given.get("workers"), given.get("ps")):
         from everstep.cli.auto_size import with_sizes
 
-        given, said = with_sizes(given)
-        click.echo(f"everstep: {said}")
+        given, note = with_sizes(given)
+        click.echo(f"everstep: {note}")
     raise SystemExit(run_job(config, given, live=not no_display))
 
 

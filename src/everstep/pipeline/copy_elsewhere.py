@@ -73,9 +73,9 @@ class NeighbourWatch:
 
     def look(self) -> None:
         """Ask the master once. Raises EverstepError."""
-        told = copy_places(self._runtime)
-        places = told.places
-        self._page.mean_time_to_failure_s = mean_time_to_failure(told.failures, told.age_s)
+        known = copy_places(self._runtime)
+        places = known.places
+        self._page.mean_time_to_failure_s = mean_time_to_failure(known.failures, known.age_s)
         own = next((p.machine for p in places if p.node == self._node), "")
         found = choose_neighbour(places, self._node, own)
         before = self._page.place

@@ -45,26 +45,26 @@ class CopyPage:
         self._memory = mmap.mmap(fd, size)
         self._place_at = numbers_bytes
         numbers = np.frombuffer(self._memory, np.int64, 4 + 5 * stages)
-        self._said, self._version, self._failure_ms = numbers[:2], numbers[2:3], numbers[3:4]
+        self._announced, self._version, self._failure_ms = numbers[:2], numbers[2:3], numbers[3:4]
         self.newest, self.wished, self.unable, self.sending, self.kept = numbers[4:].reshape(5, stages)
         if fresh:
-            self.sending[:] = self.kept[:] = self._said[:] = -1
+            self.sending[:] = self.kept[:] = self._announced[:] = -1
 
     @property
     def step(self) -> int:
-        return int(self._said[0])
+        return int(self._announced[0])
 
     @step.setter
     def step(self, value: int) -> None:
-        self._said[0] = value
+        self._announced[0] = value
 
     @property
     def send(self) -> int:
-        return int(self._said[1])
+        return int(self._announced[1])
 
     @send.setter
     def send(self, value: int) -> None:
-        self._said[1] = value
+        self._announced[1] = value
 
     @property
     def mean_time_to_failure_s(self) -> float:

@@ -50,7 +50,7 @@ class AutoState(msgspec.Struct):
     windows: int = 0
     changes: int = 0
     odd: int = 0  # windows in a row that differ from those before
-    said: str = ""  # the last thing that was said without a change
+    last_words: str = ""  # the last thing that was said without a change
     at: float = 0.0  # of the last look
     remaining: int = 0
 
@@ -268,8 +268,8 @@ def _rest(seen: Observations, state: AutoState, model: SpeedModel, left: int) ->
 
 def _say(state: AutoState, what: str, words: str, inputs: dict[str, float]) -> tuple[Plan | None, AutoState]:
     """Return a plan without actions, which is only said, unless this was said last."""
-    if state.said == what:
+    if state.last_words == what:
         return None, state
-    state.said = what
-    told: dict[str, str | int | float | bool] = {name: round(value, 3) for name, value in inputs.items()}
-    return Plan(actions=(), decision=Decision("keep the size", words, told)), state
+    state.last_words = what
+    shown: dict[str, str | int | float | bool] = {name: round(value, 3) for name, value in inputs.items()}
+    return Plan(actions=(), decision=Decision("keep the size", words, shown)), state

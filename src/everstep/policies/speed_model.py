@@ -186,9 +186,9 @@ def _wait_cost(
         if for_shared is None and for_ps is None:
             continue
         shares = _shares(w, p, shared, served, overlap)
-        for told, share, below in ((for_shared, shares["shared"], _DATA_BELOW), (for_ps, shares["ps"], _PS_BELOW)):
-            if told is not None:
-                error = share - told
+        for reported, share, below in ((for_shared, shares["shared"], _DATA_BELOW), (for_ps, shares["ps"], _PS_BELOW)):
+            if reported is not None:
+                error = share - reported
                 cost += 0.5 * (error / (_ABOVE if error > 0 else below)) ** 2
     return cost / len(waits)
 
