@@ -55,7 +55,7 @@ ASK_S = 60.0
 ALIVE_S = 5.0
 """A node that has not been heard for so long is not waited for."""
 _AT_ONCE = 256  # files that are being written
-_LOG = re.compile(r"(ps|worker)-\d{1,9}\.\d{1,9}\.log")
+_LOG = re.compile(r"(ps|worker)-\d{1,9}\.\d{1,9}(\.copy-\d{1,9})?\.log")
 
 
 def served_places(spec: JobSpec, run_dir: Path) -> dict[str, Path]:
