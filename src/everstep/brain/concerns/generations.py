@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import msgspec
 
+from everstep.brain.concerns.dismissals import Dismissals
 from everstep.brain.concerns.group_reader import GroupPart, GroupReader
 from everstep.brain.concerns.group_splits import StepSplits
-from everstep.brain.events import InstructionType, Note, PublishGroup, StopProcess
-from everstep.brain.group import STOP_AFTER_S, Inputs, Leaver, Returned, Stint, Void
+from everstep.brain.events import InstructionType, Note, PublishGroup
+from everstep.brain.group import Inputs, Leaver, Returned, Stint, Void
 from everstep.brain.job import Phase
 from everstep.brain.supervision import least_workers
 from everstep.model.decision import Decision
 from everstep.model.group import Group, GroupMember, Position
-from everstep.model.member import Role
-from everstep.model.reasons import LeaveReason
 from everstep.model.shard import lease_no
 from everstep.policies.groups import FORM_GRACE_S, absent_words, admitted, hold_words, quiet_s, ready_to_form
 
@@ -23,11 +22,12 @@ LOST_REMEMBERED = 256
 class Generations(GroupPart):
     """Publishes generations, and begins new lineages."""
 
-    __slots__ = ("_splits",)
+    __slots__ = ("_splits", "dismissals")
 
     def __init__(self, reader: GroupReader, splits: StepSplits) -> None:
         super().__init__(reader)
         self._splits = splits
+        self.dismissals = Dismissals(reader)
 
     def settle(self, at: float) -> list[InstructionType]:
         """Publish the next generation if there has to be one."""
@@ -52,7 +52,7 @@ class Generations(GroupPart):
             if staying:
                 return []
             if self.duty.done:
-                return [*self._dismiss(), *self.send_home()]
+                return [*self.dismissals.dismiss(), *self.dismissals.send_home()]
         self.reader.lose((m.slot, m.incarnation) for m in lost)
         leavers = [x.member for x in groups.leavers]
         self._keep_the_last([m for m in (*staying, *leavers) if self.reader.holds(m)])
@@ -197,12 +197,12 @@ class Generations(GroupPart):
         """Nobody has a state: begin a group with those who are there, once they are enough."""
         groups, job = self.group_state, self.job
         there = self.reader.newcomers(False, members=True)
-        out = self._dismiss()
+        out = self.dismissals.dismiss()
         if not there or self.reader.committing:
             groups.timing.due_at = 0.0
             return out
         if self.reader.data_done() and self.duty.done:
-            return out + self.send_home()
+            return out + self.dismissals.send_home()
         if self.reader.data_done() and any(
             self.reader.living(slot, life) is not None for slot, life in groups.passed.items()
         ):
@@ -274,20 +274,6 @@ class Generations(GroupPart):
                 begin, restore, from_copy = position, 0, m
         return begin, restore, from_copy
 
-    def _dismiss(self) -> list[InstructionType]:
-        """Dismiss whoever was to leave the last group: there is nothing to leave any more."""
-        groups = self.group_state
-        self.reader.set_leavers([])
-        dismissed = {(slot, incarnation) for slot, incarnation in groups.dismissed}
-        going = [s.member for s in self.members.workers.values() if s.running and s.stopping]
-        out: list[InstructionType] = []
-        for m in going:
-            if (m.slot, m.incarnation) not in dismissed:
-                why = Decision("stop", "the group that it was to leave is no more")
-                out.append(StopProcess(m.node, Role.WORKER, m.slot, m.incarnation, STOP_AFTER_S, why))
-        groups.dismissed = [[m.slot, m.incarnation] for m in going]
-        return out
-
     def _void(self, begin: Position, restore: int, copied: GroupMember | None) -> list[InstructionType]:
         """Steps from ``begin`` on do not count any more."""
         groups = self.group_state
@@ -327,22 +313,6 @@ class Generations(GroupPart):
             for number, samples in mine:
                 skipped[number] = skipped.get(number, 0) + samples
             self.shards.fall_back(dataset.number, epoch, sample, skipped)
-
-    def send_home(self) -> list[InstructionType]:
-        """The data is done and somebody's script ended well: a newcomer could only end without the trained state."""
-        out: list[InstructionType] = []
-        for slot in sorted(self.group_state.asked):
-            ask = self.group_state.asked[slot]
-            record = self.reader.living(slot, ask.incarnation)
-            behind = ask.leaving is LeaveReason.DONE or self.group_state.passed.get(slot) == ask.incarnation
-            if record is None or record.stopping or behind:
-                continue
-            record.stopping = True
-            m = record.member
-            self.group_state.dismissed.append([m.slot, m.incarnation])
-            why = Decision("stop", "all steps are committed and nobody is left to give it the state")
-            out.append(StopProcess(m.node, m.role, m.slot, m.incarnation, STOP_AFTER_S, why))
-        return out
 
 
 def _workers(count: int) -> str:

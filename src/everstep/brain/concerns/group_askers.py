@@ -75,7 +75,7 @@ class GroupAskers(GroupPart):
             or not self.reader.all_over(members)
         ):
             return []
-        return self._generations.send_home()
+        return self._generations.dismissals.send_home()
 
     def synced(self, record: SlotRecord, generation: int) -> list[InstructionType]:
         """A newcomer follows the group of ``generation``; or a member of that has met the others, and the journal has
