@@ -203,7 +203,7 @@ class Cluster:
         """Every partition is served, every mirror is complete, nothing is on its way."""
         assert not any(p.failures for p in self.ps.values()), [p.failures for p in self.ps.values()]
         return all(
-            p.service.mirrors.whole
+            p.service.mirrors.rebuilt
             and not p.service.mirrors.machine.lacking
             and not p.service.mirrors.machine.asks()
             and {m.id for m in self.mirrors if m.at == s} - p.service.mirrors.machine._used
@@ -337,7 +337,7 @@ def test_a_ps_that_is_lost_within_the_lag(cluster: Callable[..., Cluster]) -> No
         c.owner[b] = Slot(2)
     c.mirrors = [m for m in c.mirrors if m.at != 1]
     c.publish()
-    until(lambda: c.ps[Slot(2)].service.mirrors.whole)
+    until(lambda: c.ps[Slot(2)].service.mirrors.rebuilt)
     assert {b: c.contents(b) for b in lost} == {b: told[b] for b in lost}
     c.open()
     assert c.ps[Slot(2)].service.store.watermarks(c.shard)[1].tolist() == [
@@ -366,7 +366,7 @@ def test_a_replica_takes_over_bit_for_bit(cluster: Callable[..., Cluster]) -> No
         if not any(m.members == (b,) and m.at != c.owner[b] for m in c.mirrors):
             c.mirror([b], next(s for s in c.ps if s != c.owner[b]))
     c.publish()
-    until(lambda: c.ps[Slot(2)].service.mirrors.whole)
+    until(lambda: c.ps[Slot(2)].service.mirrors.rebuilt)
     assert c.digests(lost) == before
     assert c.ps[Slot(2)].service.mirrors.machine.ready() == [(c.version, "promoted", tuple(lost))]
     c.open()
@@ -657,7 +657,7 @@ def test_rows_of_a_lost_ps_are_read_and_written_before_the_sweep_brings_them(
     for spec, keys, rows_before in [e for all_of in expected.values() for e in all_of]:
         np.testing.assert_array_equal(pull(c, home, spec, keys), rows_before)
     machine = home.service.mirrors.machine
-    assert set(machine.lacking) == set(lost) and home.service.mirrors.whole  # all answer, none is whole
+    assert set(machine.lacking) == set(lost) and home.service.mirrors.rebuilt  # all answer, none is whole
     for each in (c, twin):
         each.push(3)
     assert set(machine.lacking) == set(lost)

@@ -341,7 +341,7 @@ def test_the_first_placement_may_come_while_the_threads_start(tmp_path: Path, mo
     monkeypatch.setattr(threading.Thread, "start", starts)
     s.mirrors.start(nobody)
     comes.join(60)
-    assert s.mirrors.whole and set(s.mirrors._threads) == {"outbox", "sweep", (0, 1)}
+    assert s.mirrors.rebuilt and set(s.mirrors._threads) == {"outbox", "sweep", (0, 1)}
     s.mirrors.close()
     s.finish()
 

@@ -161,7 +161,7 @@ class Session:
         self._formed = False  # nobody of the present group had a state
         self._furthest = 0  # loop that a holder of the state was in when the present group met, or before a step of it
         self._loop = 0  # of the script, from 1: the one it is in, or was in last
-        self._ahead: SerializedState | None = (
+        self._before_loop: SerializedState | None = (
             None  # the state, while the script passes loops that the state has behind it
         )
         self._over = False  # the master says: nothing left of what was asked for
@@ -321,10 +321,10 @@ class Session:
 
     def _begin_loop(self) -> None:
         self._loop += 1
-        if self._ahead is not None:
-            self.state.load(self._ahead, "the state before the loop")
+        if self._before_loop is not None:
+            self.state.load(self._before_loop, "the state before the loop")
             if self.state.loop <= self._loop:
-                self._ahead = None
+                self._before_loop = None
         if self.machine.present is not None or not self.replica.has_state:  # (else: of the one that we follow)
             self.state.loop = max(self.state.loop, self._loop)
 
@@ -332,8 +332,8 @@ class Session:
         """End a loop. A state that was copied from somebody who is in a later loop has it already: it is put back when
         that loop begins."""
         self._looping = False
-        if self.state.loop > self._loop and self.machine.present is not None and self._ahead is None:
-            self._ahead = self.state.snapshot()
+        if self.state.loop > self._loop and self.machine.present is not None and self._before_loop is None:
+            self._before_loop = self.state.snapshot()
 
     def _cut_step(self, group: Group, stop: int = 0) -> StepCut | None:
         assert self.plan is not None
@@ -405,7 +405,7 @@ class Session:
 
     def behind_loop(self) -> BehindLoop:
         group, spec = self.machine.present, self.runtime.spec
-        passing = self._ahead is not None or group is None
+        passing = self._before_loop is not None or group is None
         size = 1 if group is None else group.size
         factor = rate_of(spec, self.batch_samples, size, self.machine.split)
         return BehindLoop(self.state.position.step - 1, factor, passing)
@@ -611,7 +611,7 @@ class Session:
             self._own_lineage = group.lineage
             self._agreed, self._agreed_at = True, position.step
             self._synced = 0
-            self._ahead = None
+            self._before_loop = None
             if self._formed and group.from_nothing:
                 self.state.loop = self._loop
             self._must_have_begun(self.state.loop)

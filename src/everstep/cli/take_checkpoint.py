@@ -20,12 +20,12 @@ POLL_S = 0.1
 WAIT_S = 1800.0
 
 
-def take_checkpoint(run_dir: Path, base: bool, wait: bool) -> None:
+def take_checkpoint(run_dir: Path, full: bool, wait: bool) -> None:
     """Raises UserError with the master's reason if it refuses, PlatformError if the checkpoint came to nothing."""
     open_run_dir(run_dir)
     if not in_use(run_dir):
         raise ConfigError(f"run directory {run_dir}: this job is not running")
-    answer = ask_master(run_dir, CheckpointAsked(CheckpointReason.ASKED, base))
+    answer = ask_master(run_dir, CheckpointAsked(CheckpointReason.ASKED, full))
     if isinstance(answer, Refused):
         raise UserError(answer.error)
     assert isinstance(answer, CheckpointBegun)

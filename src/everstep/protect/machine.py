@@ -276,7 +276,7 @@ class _Recovery(msgspec.Struct):
     emit: list[tuple[StreamKind, int]] = msgspec.field(default_factory=list)  # what is still to be sent of the rest
     emit_at: int = 0
     all_folded: bool = False  # of the rest for ``asker``: its bodies are in ``emit``
-    early: bool = False  # the lost ones answer row by row
+    serves_rows: bool = False  # the lost ones answer row by row
     demands: list[_Demand] = msgspec.field(default_factory=list)
     demanded: dict[int, set[int]] = msgspec.field(default_factory=dict)  # table -> slots, ever
     promised: dict[int, set[int]] = msgspec.field(default_factory=dict)  # of these ``asker`` gets the rest out of turn
@@ -344,7 +344,7 @@ class Machine:
         self.gained: dict[PartitionId, tuple[int, Arrival]] = {}  # partition -> version and how it came
         self.dirty = False
         self.arrived = False  # rows that were demanded; whoever waits for them resets it
-        self._early: set[PartitionId] = set()
+        self._served_while_rebuilt: set[PartitionId] = set()
         self._ended: dict[PartitionId, int] = {}  # were early, dropped: the outbox's ticket then
         self._mirrors: dict[int, _HeldMirror] = {}
         self._by_partition: dict[PartitionId, list[int]] = {}  # mirrors here
@@ -385,7 +385,7 @@ class Machine:
 
     def answers(self, partition: PartitionId) -> bool:
         """Return whether pulls and pushes of it are answered, if not for every row at once."""
-        return self.serves(partition) or partition in self._early
+        return self.serves(partition) or partition in self._served_while_rebuilt
 
     def keeps_for_next_owner(self, partition: PartitionId) -> bool:
         """Return whether it is fenced here, and all its contents are kept until the next owner has them."""
@@ -394,7 +394,7 @@ class Machine:
     @property
     def answering(self) -> bool:
         """Return whether all partitions that the placement gives to this ps answer."""
-        return self.placement is not None and self._gains.keys() <= self._early
+        return self.placement is not None and self._gains.keys() <= self._served_while_rebuilt
 
     @property
     def serving(self) -> list[PartitionId]:
@@ -428,7 +428,9 @@ class Machine:
     def unheard(self) -> bool:
         """Return whether the store may own partitions whose changes no mirror hears of yet: what it does to all must
         wait."""
-        return any(h.recovery is not None and h.recovery.here and not h.recovery.early for h in self._mirrors.values())
+        return any(
+            h.recovery is not None and h.recovery.here and not h.recovery.serves_rows for h in self._mirrors.values()
+        )
 
     @property
     def syncing(self) -> int:
@@ -477,7 +479,7 @@ class Machine:
         for partition in mine:
             if not self.serves(partition):
                 # What was done for it goes on where owners are the same; its snapshot may be another one.
-                gain = self._gains.get(partition) if same or partition in self._early else None
+                gain = self._gains.get(partition) if same or partition in self._served_while_rebuilt else None
                 self._gains[partition] = gain if gain is not None else _Gain(placement.version)
                 self._gains[partition].loading = False
             elif before is not None and (
@@ -542,7 +544,9 @@ class Machine:
         """Route differences: of what is served to all mirrors of the placement; of what is fenced, where they went."""
         assert self.placement is not None
         routes = self.streams.routes
-        peers: dict[PartitionId, dict[PeerKey, None]] = {b: {} for b in sorted({*self.serving, *self._early})}
+        peers: dict[PartitionId, dict[PeerKey, None]] = {
+            b: {} for b in sorted({*self.serving, *self._served_while_rebuilt})
+        }
         for mirror in self.placement.mirrors:
             at = self._key(mirror.at)
             for partition in mirror.members:
@@ -567,7 +571,7 @@ class Machine:
                 self._drop(partition)
         for partition in [b for b in self._ended if self._confirmed(b)]:
             del self._ended[partition]
-            if partition not in self.partitions and partition not in self._early:
+            if partition not in self.partitions and partition not in self._served_while_rebuilt:
                 self.streams.routes.pop(partition, None)
 
     # ------------------------------------------------------------ mirrors that are here
@@ -761,7 +765,7 @@ class Machine:
         return code
 
     def _look_at_heads(self, mirror: int, recovery: _Recovery) -> None:
-        if recovery.here and not recovery.early and self.port.recover_heads(mirror):
+        if recovery.here and not recovery.serves_rows and self.port.recover_heads(mirror):
             self.dirty = True
 
     def _take_rest(self, entry: StreamEntry, mirror: int, blob: Blob, again: bool) -> AppendCode:
@@ -898,7 +902,7 @@ class Machine:
         the newest placement after all, every mirror will say so under it, and it is served again."""
         if ticket < self._since.get(partition, 0):
             return  # (made when we had it before)
-        if partition in self._early:
+        if partition in self._served_while_rebuilt:
             for held in self._mirrors.values():
                 if held.recovery is not None and held.recovery.here and partition in held.recovery.lost:
                     held.recovery.inconsistent = self.dirty = True
@@ -1087,7 +1091,7 @@ class Machine:
 
     def _go_on(self, partition: PartitionId, gain: _Gain) -> None:
         assert self.placement is not None
-        if partition in self._loads or partition in self._early or not self._confirmed(partition):
+        if partition in self._loads or partition in self._served_while_rebuilt or not self._confirmed(partition):
             return
         mirror = self._way(partition)
         fenced = partition in self._fenced
@@ -1153,8 +1157,8 @@ class Machine:
         self._gains.pop(partition)
         if how is not Arrival.NEW:
             self.gained[partition] = (self.version, how)
-        if partition in self._early:
-            self._early.remove(partition)
+        if partition in self._served_while_rebuilt:
+            self._served_while_rebuilt.remove(partition)
             self._actions.append(PartitionRebuilt(partition))
             return
         self._since[partition] = self.port.ticket()
@@ -1163,7 +1167,7 @@ class Machine:
         self._route()
 
     def _serve_while_rebuilding(self, partition: PartitionId) -> None:
-        self._early.add(partition)
+        self._served_while_rebuilt.add(partition)
         self._since[partition] = self.port.ticket()
         self._actions.append(Acquired(partition, Arrival.REBUILT))
         self.streams.routes.pop(partition, None)
@@ -1171,7 +1175,7 @@ class Machine:
 
     def _end_serving_while_rebuilding(self, partition: PartitionId) -> None:
         """It is dropped; what it made goes on to its mirrors, and it does not come back before they have it."""
-        self._early.remove(partition)
+        self._served_while_rebuilt.remove(partition)
         self.port.flush(partition)  # (what it made is acknowledged)
         self._actions.append(Released(partition, self.port.seq(partition)))
         self._ended[partition] = self.port.ticket()
@@ -1307,8 +1311,8 @@ class Machine:
                 self._abort(held)
                 self._restart = True
                 return
-            if not recovery.early and self.port.recover_heads(id_):
-                recovery.early = True
+            if not recovery.serves_rows and self.port.recover_heads(id_):
+                recovery.serves_rows = True
                 for partition in lost:
                     self._serve_while_rebuilding(partition)
             if len(recovery.folded) < len(recovery.owners) or (recovery.other is not None and not recovery.other_done):
@@ -1343,7 +1347,7 @@ class Machine:
     def _abort(self, held: _HeldMirror) -> None:
         assert held.recovery is not None
         for partition in held.recovery.lost:
-            if partition in self._early and held.recovery.here:
+            if partition in self._served_while_rebuilt and held.recovery.here:
                 self._end_serving_while_rebuilding(partition)
         self.port.recover_end(held.mirror.id, True)
         held.recovery = None

@@ -180,7 +180,7 @@ class MirrorServer:
         self._closing = False
         self._limit = LineLimit()
         self.lag: LagFlusher | None = None
-        self.whole = False
+        self.rebuilt = False
         """Whether everything that the placement gives to this ps answers, if not for every row at once."""
         self.mine: NDArray[np.int32] = np.zeros(0, np.int32)
         """What the placement gives to this ps."""
@@ -204,7 +204,7 @@ class MirrorServer:
                 raise
             finally:
                 self._do(self.machine.take_actions())
-                self.whole = self.machine.answering
+                self.rebuilt = self.machine.answering
                 self._asks = self.machine.asks()
                 self._inbox.publish(self.machine.version, self.machine.followed())
                 self._changed.notify_all()
@@ -225,7 +225,7 @@ class MirrorServer:
     def wait_whole(self, deadline: float) -> bool:
         """Wait until everything is served, until ``deadline`` (time.monotonic)."""
         with self._changed:
-            while not self.whole:
+            while not self.rebuilt:
                 if not self._pause(self._changed, deadline):
                     return False
         return True

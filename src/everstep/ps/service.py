@@ -445,7 +445,7 @@ class PsService:
             for spec in request.tables:
                 self.store.declare(spec)
         # A table counts as initialised where every partition that is to be here says so.
-        initialised = set(self.store.initialised()) if self.mirrors.whole and len(self._owned) else set()
+        initialised = set(self.store.initialised()) if self.mirrors.rebuilt and len(self._owned) else set()
         return Declared(self.incarnation, tuple(spec.id in initialised for spec in request.tables))
 
     def _open(self, request: OpenShard) -> Opened | ShardClosed | Moved:
@@ -456,7 +456,7 @@ class PsService:
             return Moved(self.route)
         with self._gate.shared():
             route = self.route
-            if request.version not in (0, route) or not self.mirrors.whole:
+            if request.version not in (0, route) or not self.mirrors.rebuilt:
                 return Moved(route)
             before = self.store.outbox_ticket()
             opened = self.store.open(request.shard, request.start, request.lease)
@@ -536,8 +536,8 @@ class PsService:
 
     def _serves(self, partitions: bytes) -> bool:
         """Return whether all addressed partitions (a bitmap; b"": all of this ps) are served."""
-        if self.mirrors.whole or not partitions:
-            return self.mirrors.whole
+        if self.mirrors.rebuilt or not partitions:
+            return self.mirrors.rebuilt
         return all(self.mirrors.machine.answers(PartitionId(b)) for b in bitmap_partitions(partitions))
 
     def _push(self, request: Push, body: memoryview, arena: memoryview | None) -> DataAnswer:
@@ -668,7 +668,7 @@ class PsService:
             return Moved(self.route)
         before = self.store.outbox_ticket()
         with self._gate.shared():
-            if request.version != self.route or not self.mirrors.whole:
+            if request.version != self.route or not self.mirrors.rebuilt:
                 return Moved(self.route)
             rows = _rows(part, source, self.store.dim(part.table))
             self.store.put_absent(part.table, _keys(part, source), rows, int(time.time()))
