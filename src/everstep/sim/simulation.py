@@ -565,8 +565,8 @@ class Simulation:
         return fingerprints
 
     def at_rest_in_snapshots(self, placement: Placement) -> dict[int, int]:
-        """A job that was suspended behind its last sample goes on and ends before its ps are there: nobody needs them.
-        What its checkpoint has is the truth's."""
+        """Check what the checkpoint has, and return its fingerprints. A job that was suspended behind its last sample
+        goes on and ends before its ps are there: nobody needs them."""
         fingerprints: dict[int, int] = {}
         for partition, checkpoint in placement.snapshots:
             snapshot = self.snapshot_of(checkpoint, partition)
