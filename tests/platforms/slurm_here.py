@@ -40,11 +40,13 @@ SchedulerParameters=sched_interval=2,bf_interval=2,requeue_delay=1
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 JobRequeue=1
+EnforcePartLimits=ALL
 KillWait=10
 MinJobAge=600
 {nodes}
 PartitionName=spot Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=20
 PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
+PartitionName=closed Nodes=ALL AllowAccounts=team State=UP PriorityTier=1 PreemptMode=OFF
 """
 
 

@@ -143,8 +143,14 @@ def refused(run: ClusterRun, *words: str) -> str:
     return lines[0]
 
 
-def test_no_such_partition_or_size(run: ClusterRun) -> None:
-    assert re.search("no such partition; there are high, spot", refused(run, "--on", "slurm", "--partition", "gpu"))
+def test_no_such_partition_account_or_size(run: ClusterRun) -> None:
+    assert re.search(
+        "no such partition; there are closed, high, spot", refused(run, "--on", "slurm", "--partition", "gpu")
+    )
+    wrong = refused(run, "--on", "slurm", "--partition", "closed", "--account", "nobody")
+    assert "--account nobody: partition closed takes no jobs of it (AllowAccounts=team)" in wrong
+    wrong = refused(run, "--on", "slurm", "--partition", "closed", "--account", "team")  # (no such association here)
+    assert re.search("--account team: Slurm takes no such jobs in partition closed: .*Invalid account", wrong)
     assert "sbatch refuses the nodes" in refused(run, "--on", "slurm", "--node-cpus", "64")
     assert "sbatch refuses the nodes" in refused(run, "--on", "slurm", "--sbatch", "--no-such-flag")
     assert "slurm takes no address" in refused(run, "--on", "slurm:here")

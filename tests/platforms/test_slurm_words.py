@@ -14,6 +14,7 @@ from everstep.platforms.slurm_jobs import (
     AgentSettings,
     SlurmSettings,
     environment,
+    is_account_taken,
     is_preempted,
     job_script,
     job_words,
@@ -21,6 +22,7 @@ from everstep.platforms.slurm_jobs import (
     read_partition,
     reclaim_s,
     refusal,
+    refused_nodes,
     seconds_of,
 )
 
@@ -110,3 +112,36 @@ def test_a_refusal_is_one_line() -> None:
     said = ["sbatch: error: invalid account x", "sbatch: error: Batch job submission failed: Invalid account"]
     assert refusal(1, said) == "invalid account x; Batch job submission failed: Invalid account"
     assert refusal(3, []) == "exit code 3"
+
+
+WRONG_ACCOUNT = "Invalid account or account/partition combination specified"
+
+
+@pytest.mark.parametrize(
+    "said", [f"allocation failure: {WRONG_ACCOUNT}", f"sbatch: error: Batch job submission failed: {WRONG_ACCOUNT}"]
+)
+def test_a_wrong_account_is_named(said: str) -> None:
+    line = refused_nodes(SlurmSettings("spot", "nobody"), 1, [said])
+    assert line.startswith("--account nobody: Slurm takes no such jobs in partition spot: ") and "\n" not in line
+    assert WRONG_ACCOUNT in line and "sacctmgr" in line
+    assert refused_nodes(SlurmSettings(), 1, [said]).startswith("no --account is given: Slurm takes no such jobs: ")
+
+
+def test_other_refusals_are_told_as_sbatch_says_them() -> None:
+    said = ["sbatch: error: invalid partition specified: gpu", "allocation failure: Invalid partition name specified"]
+    line = refused_nodes(SlurmSettings("gpu", "team"), 1, said)
+    assert line.startswith("--on slurm: sbatch refuses the nodes: invalid partition specified: gpu; allocation failure")
+
+
+@pytest.mark.parametrize(
+    ("fields", "taken"),
+    [
+        ("AllowGroups=ALL AllowAccounts=ALL", True),
+        ("AllowAccounts=team,Other", True),
+        ("AllowAccounts=other", False),
+        ("AllowAccounts=ALL DenyAccounts=team", False),
+        ("PartitionName=spot", True),
+    ],
+)
+def test_a_partition_says_which_accounts_it_takes(fields: str, taken: bool) -> None:
+    assert is_account_taken("Team", read_partition(fields)) is taken

@@ -21,6 +21,7 @@ from everstep.platforms.slurm_jobs import (
     SlurmJob,
     SlurmSettings,
     environment,
+    is_account_taken,
     is_preempted,
     job_script,
     job_words,
@@ -28,6 +29,7 @@ from everstep.platforms.slurm_jobs import (
     read_partition,
     reclaim_s,
     refusal,
+    refused_nodes,
     wanted_words,
 )
 
@@ -79,9 +81,14 @@ def check_slurm(settings: SlurmSettings) -> dict[str, str]:
     if name not in partitions:
         there = ", ".join(sorted(filter(None, partitions)))
         raise ConfigError(f"--partition {name}: there is no such partition; there are {there}")
+    account = settings.account
+    if account and not is_account_taken(account, partitions[name]):
+        of = {field: partitions[name].get(field) for field in ("AllowAccounts", "DenyAccounts")}
+        fields = " ".join(f"{field}={value}" for field, value in of.items() if value)
+        raise ConfigError(f"--account {account}: partition {name} takes no jobs of it ({fields})")
     code, _, errors = run_slurm(["sbatch", "--test-only", *wanted_words(settings)], "#!/bin/sh\n")
     if code:
-        raise ConfigError(f"--on slurm: sbatch refuses the nodes: {refusal(code, errors.splitlines())}")
+        raise ConfigError(refused_nodes(settings, code, errors.splitlines()))
     return partitions[name]
 
 

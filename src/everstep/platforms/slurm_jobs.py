@@ -172,3 +172,24 @@ def refusal(code: int, errors: Sequence[str]) -> str:
         line for line in lines if line.startswith(("invalid", "Batch job submission failed", "allocation failure"))
     ]
     return escaped("; ".join(dict.fromkeys((lines and known) or lines)) or f"exit code {code}", 400)
+
+
+def refused_nodes(settings: SlurmSettings, code: int, errors: Sequence[str]) -> str:
+    """Return in one line what ``sbatch`` refused of the nodes of a job, and why: the flag, where its words tell."""
+    why = refusal(code, errors)
+    if "invalid account" in why.lower():
+        flag = f"--account {settings.account}" if settings.account else "no --account is given"
+        where = f" in partition {settings.partition}" if settings.partition else ""
+        return (
+            f"{flag}: Slurm takes no such jobs{where}: {why}; sacctmgr show associations user=$USER lists your accounts"
+        )
+    return f"--on slurm: sbatch refuses the nodes: {why}"
+
+
+def is_account_taken(account: str, partition: Mapping[str, str]) -> bool:
+    """Return whether a partition takes jobs of an account, as far as its fields tell. Slurm itself may let such a job
+    wait for ever (``EnforcePartLimits=NO``)."""
+    of = account.lower()  # (Slurm's accounts are in small letters)
+    allowed = partition.get("AllowAccounts", "ALL").lower().split(",")
+    denied = partition.get("DenyAccounts", "").lower().split(",")
+    return ("all" in allowed or of in allowed) and of not in denied
