@@ -82,4 +82,5 @@ def test_the_sharded_script_learns(tmp_path: Path) -> None:
 def test_the_old_script_learns_as_much(name: str, tmp_path: Path) -> None:
     everstep = [*EVERSTEP[:-1], "1", "--processes-per-worker", "2"] if name == "fsdp" else EVERSTEP
     old, new = run(f"{name}.py", tmp_path, TORCHRUN), run(f"{name}_after.py", tmp_path, everstep)
-    assert old > 0.74 and abs(old - new) < 0.05
+    least = 0.7 if name == "fsdp" else 0.74  # (torch's own script sets no seed: 0.73 has been seen)
+    assert old > least and abs(old - new) < 0.05
