@@ -33,7 +33,7 @@ from everstep.agent.scripterrors import ScriptErrors
 from everstep.agent.stacks import ask_for_stack, main_stack, read_stacks, size_of, stack_path, words_of
 from everstep.agent.template_client import Ended, Fork, Forked, Ready, WarmTemplate
 from everstep.agent.worker_process import WorkerError
-from everstep.allreduce.environment import LOCAL_VARIABLE
+from everstep.allreduce.environment import LOCAL_VARIABLE, torchrun_environment
 from everstep.bounds import MALFORMED
 from everstep.brain.checkpoints import ends_with_checkpoint
 from everstep.brain.events import (
@@ -715,6 +715,10 @@ class Agent:
         logs = self.run_dir / "logs"
         threads = self._threads()
         pinned = "OMP_NUM_THREADS" in os.environ and not self.spec.threads_per_worker
+        torchrun: dict[str, str | None] = {}
+        if self.spec.torchrun_env:
+            places = self.worker_places or self.spec.workers
+            torchrun = torchrun_environment(entry.slot, entry.local, self.spec.workers, places)
         request = Fork(
             slot=entry.slot,
             incarnation=entry.incarnation,
@@ -725,6 +729,7 @@ class Agent:
                 "EVERSTEP_NODE": self.node,
                 LOCAL_VARIABLE: str(entry.local),
                 "EVERSTEP_HOST": self.host or None,
+                **torchrun,
                 "OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"] if pinned else str(threads),
                 "OPENBLAS_NUM_THREADS": os.environ.get("OPENBLAS_NUM_THREADS"),
                 "MKL_NUM_THREADS": os.environ.get("MKL_NUM_THREADS"),

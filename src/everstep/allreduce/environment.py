@@ -22,3 +22,18 @@ NCCL_ENVIRONMENT: Final = {
 
 FORKABLE: Final = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """A module that asks for GPUs while it is imported must not begin CUDA in the template: no fork could use it then."""
+
+
+def torchrun_environment(slot: int, local: int, workers: int, places: int) -> dict[str, str | None]:
+    """Return torchrun's variables for a worker, as of its start. None: the worker has no such variable.
+
+    ``local``: its number on its node; ``workers``: of the job, as it began; ``places``: for workers on this node. A
+    script cannot make a process group of them: no store listens for one, so there is no address."""
+    return {
+        "RANK": str(slot),
+        "WORLD_SIZE": str(max(workers, slot + 1)),
+        "LOCAL_RANK": str(local),
+        "LOCAL_WORLD_SIZE": str(max(places, local + 1)),
+        "MASTER_ADDR": None,
+        "MASTER_PORT": None,
+    }

@@ -451,6 +451,11 @@ def _check_mode(spec: JobSpec, at: Mapping[str, str]) -> None:
     stages = f"stages = {spec.stages}{at['stages']}"
     if spec.stages > 1 and spec.mode != "pipeline":
         raise ConfigError(f"{stages}: needs mode: pipeline; mode {spec.mode} does not cut a model into stages")
+    if spec.torchrun_env and spec.worker_processes > 1:
+        raise ConfigError(
+            f"torchrun_env = true{at['torchrun_env']}: a worker of {spec.worker_processes} processes has no RANK for "
+            "each of them; use job.device_mesh"
+        )
     copies = f"copy_every = {spec.copy_every!r}{at['copy_every']}"
     if spec.copy_every != "auto" and spec.mode != "pipeline":
         raise ConfigError(f"{copies}: needs mode: pipeline; in mode {spec.mode} peers and mirrors have the state")

@@ -109,6 +109,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     resume_from: str = ""  # directory or URL of checkpoints this job began from
     trust_checkpoint: bool = False  # everstep resume: also one that was not written with the job's key
     trusted: tuple[str, ...] = ()  # digests of manifests that the user said to trust (everstep resume)
+    torchrun_env: bool = False  # workers find RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, as of when they started
 
     @property
     def grouped(self) -> bool:
