@@ -183,7 +183,7 @@ def run(quick: bool) -> dict[str, Any]:
         figures[f"mirrors_{name}_over_rows"] = mirrors / (rows * row_bytes)
         figures[f"rss_{name}_over_rows"] = rss / (rows * row_bytes)
         say(
-            f"{name}: {rows} rows of {row_bytes} bytes: buckets {partitions / 1e6:.0f} MB, "
+            f"{name}: {rows} rows of {row_bytes} bytes: partitions {partitions / 1e6:.0f} MB, "
             f"mirrors {mirrors / 1e6:.0f} MB, resident {rss / 1e6:.0f} MB"
         )
     for name in ("4+1", "4+2"):

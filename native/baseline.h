@@ -1,6 +1,7 @@
-// What the rows of one table in one bucket were when the mirrors' newest difference of the bucket was made (protect:
-// lag): the old record of each row that changed since, kept once, at the first change. So a row that a hundred pushes
-// change costs one copy and one difference. Not part of a bucket's contents. Under the bucket's mutex.
+// What the rows of one table in one partition were when the mirrors' newest difference of the partition was made
+// (protect: lag): the old record of each row that changed since, kept once, at the first change. So a row that a
+// hundred pushes change costs one copy and one difference. Not part of a partition's contents. Under the partition's
+// mutex.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -34,8 +35,8 @@ class Baseline {
     return std::lower_bound(keys_.begin(), keys_.end(), std::make_pair(slot, INT64_MIN))->second;
   }
   void sort_keys() { std::sort(keys_.begin(), keys_.end()); }
-  // Places (for `slot` and `old`) by ascending slot: who reads the rows in this order comes to each page of memory once.
-  // Throws std::bad_alloc.
+  // Places (for `slot` and `old`) by ascending slot: who reads the rows in this order comes to each page of memory
+  // once. Throws std::bad_alloc.
   std::vector<uint32_t> by_slot() const {
     constexpr uint32_t kBits = 11, kDigits = 1u << kBits;
     const size_t n = slots_.size();

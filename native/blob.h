@@ -1,4 +1,4 @@
-// One entry of the outbox: a difference or contents of a bucket, as ps send them to each other.
+// One entry of the outbox: a difference or contents of a partition, as ps send them to each other.
 //
 // Little-endian, packed, arrays unaligned. Header (32 bytes), marks block, parts. `parse` checks every bound: a blob
 // may come from the wire or from a file. The Python twin is everstep/native/blob.py.
@@ -17,10 +17,10 @@ namespace blob {
 
 constexpr uint32_t kMagic = 0x42535645;  // "EVSB"
 constexpr uint16_t kVersion = 2;
-constexpr uint32_t kLast = 1;               // flag of a part: contents up to the table's end
-constexpr uint32_t kGradients = 2;          // flag of a part of a change: float64 rate, gradients; not what they made
-constexpr int kSome = 5;                    // of an outbox entry: bodies of single slots, for one peer alone
-constexpr uint32_t kNoBucket = 0xffffffff;  // contents of several buckets folded into one
+constexpr uint32_t kLast = 1;       // flag of a part: contents up to the table's end
+constexpr uint32_t kGradients = 2;  // flag of a part of a change: float64 rate, gradients; not what they made
+constexpr int kSome = 5;            // of an outbox entry: bodies of single slots, for one peer alone
+constexpr uint32_t kNoPartition = 0xffffffff;     // contents of several partitions folded into one
 constexpr int64_t kMostCount = int64_t(1) << 62;  // of a seq, clock or watermark: they go on being counted
 
 enum Kind : uint16_t {
@@ -33,7 +33,7 @@ enum Kind : uint16_t {
 struct Header {
   uint32_t magic = kMagic;
   uint16_t version = kVersion, kind = 0;
-  uint32_t bucket = 0, n_parts = 0;
+  uint32_t partition = 0, n_parts = 0;
   int64_t seq = 0;
   uint32_t marks_bytes = 0;
   uint32_t crc = 0;  // crc32c of all but this field
@@ -160,10 +160,10 @@ class Writer {
   uint8_t* at_;
 };
 
-inline std::vector<uint8_t> marks_blob(uint32_t bucket, int64_t seq, const Marks& marks) {
+inline std::vector<uint8_t> marks_blob(uint32_t partition, int64_t seq, const Marks& marks) {
   Header head;
   head.kind = kMarks;
-  head.bucket = bucket;
+  head.partition = partition;
   head.seq = seq;
   head.marks_bytes = uint32_t(marks.bytes());
   std::vector<uint8_t> out(sizeof(Header) + marks.bytes());
@@ -278,7 +278,7 @@ inline Blob parse_marks(const uint8_t* data, size_t size) {
   if (size < sizeof(head)) throw Malformed("a blob ends too early");
   std::memcpy(&head, data, sizeof(head));
   if (head.kind != kMarks)
-    throw Malformed("these are not the marks of a bucket: a blob of kind " + std::to_string(head.kind));
+    throw Malformed("these are not the marks of a partition: a blob of kind " + std::to_string(head.kind));
   return parse(data, size, [](uint32_t) -> const Table* { return nullptr; });
 }
 

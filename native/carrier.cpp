@@ -43,12 +43,12 @@ struct Carrier::Flight {
 
 // ---------------------------------------------------------------- streams: in
 
-void Carrier::set_route(uint32_t bucket, std::vector<PeerKey> peers) {
+void Carrier::set_route(uint32_t partition, std::vector<PeerKey> peers) {
   std::lock_guard<std::mutex> hold(mutex_);
   if (peers.empty()) {
-    routes_.erase(bucket);
+    routes_.erase(partition);
   } else {
-    routes_[bucket] = std::move(peers);
+    routes_[partition] = std::move(peers);
   }
 }
 
@@ -57,28 +57,28 @@ void Carrier::set_version(int64_t version) {
   version_ = std::max(version_, version);
 }
 
-void Carrier::sweep(uint32_t bucket, int64_t from_ticket, const std::vector<SyncTarget>& targets) {
+void Carrier::sweep(uint32_t partition, int64_t from_ticket, const std::vector<SyncTarget>& targets) {
   std::lock_guard<std::mutex> hold(mutex_);
   Swept swept;
   for (const SyncTarget& t : targets) swept.emplace_back(from_ticket, t);
-  sweeps_[bucket].push_back(std::move(swept));
+  sweeps_[partition].push_back(std::move(swept));
 }
 
-void Carrier::widen(uint32_t bucket, int64_t from_ticket, const SyncTarget& target) {
+void Carrier::widen(uint32_t partition, int64_t from_ticket, const SyncTarget& target) {
   std::lock_guard<std::mutex> hold(mutex_);
-  auto found = sweeps_.find(bucket);
-  if (found == sweeps_.end()) throw std::logic_error("bucket " + std::to_string(bucket) + " is not being swept");
+  auto found = sweeps_.find(partition);
+  if (found == sweeps_.end()) throw std::logic_error("partition " + std::to_string(partition) + " is not being swept");
   found->second.back().emplace_back(from_ticket, target);
 }
 
-void Carrier::end_sweeps(uint32_t bucket) {
+void Carrier::end_sweeps(uint32_t partition) {
   std::lock_guard<std::mutex> hold(mutex_);
-  sweeps_.erase(bucket);
+  sweeps_.erase(partition);
 }
 
-void Carrier::some(uint32_t bucket, const SyncTarget& target) {
+void Carrier::some(uint32_t partition, const SyncTarget& target) {
   std::lock_guard<std::mutex> hold(mutex_);
-  some_[bucket].push_back(target);
+  some_[partition].push_back(target);
 }
 
 std::vector<PeerKey> Carrier::append(int64_t first_ticket, const std::vector<OutItem>& entries) {
@@ -103,21 +103,22 @@ std::vector<PeerKey> Carrier::deal(int64_t first_ticket, const std::vector<OutIt
       got.insert(peer);
     };
     if (e.kind == blob::kChange) {
-      auto route = routes_.find(e.bucket);
+      auto route = routes_.find(e.partition);
       if (route == routes_.end()) continue;
       for (const PeerKey& peer : route->second) give(peer, 0, 0);
-      if (route->second.size() > 1) several_[ticket] = {e.bucket, e.seq};
+      if (route->second.size() > 1) several_[ticket] = {e.partition, e.seq};
       continue;
     }
     if (e.kind == blob::kSome) {
-      auto& targets = some_[e.bucket];
-      if (targets.empty()) throw std::logic_error("single slots of bucket " + std::to_string(e.bucket) + " for nobody");
+      auto& targets = some_[e.partition];
+      if (targets.empty())
+        throw std::logic_error("single slots of partition " + std::to_string(e.partition) + " for nobody");
       const SyncTarget t = targets.front();
       targets.pop_front();
       give(t.peer, t.mirror, t.sweep);
       continue;
     }
-    auto sweeps = sweeps_.find(e.bucket);
+    auto sweeps = sweeps_.find(e.partition);
     if (sweeps == sweeps_.end() || ticket < sweeps->second.front().front().first) continue;
     for (auto& [since, t] : sweeps->second.front()) {
       if (ticket >= since) give(t.peer, t.mirror, t.sweep);
@@ -142,7 +143,7 @@ void Carrier::put(const PeerKey& peer, OutItem item) {
   if (stream == streams_.end()) return;  // it is gone
   waiting_bytes_ += int64_t(item.bytes);
   levelling_ += item.ticket < 0 && item.kind == blob::kChange;
-  ++owed_[item.bucket];
+  ++owed_[item.partition];
   if (item.ticket >= 0) ++pending_[size_t(item.ticket - done_ticket_)];
   if (item.kind != blob::kChange) sweep_bytes_ += int64_t(item.bytes);
   stream->second.queue.push_back(std::move(item));
@@ -202,7 +203,7 @@ std::map<int64_t, int64_t> Carrier::answered_locked(const PeerKey& peer, int64_t
       several_.erase(item.ticket);  // not all have it: who has it must keep it
       if (codes[i] == kRefused) {
         const int64_t ticket = item.ticket >= 0 ? item.ticket : next_ticket_;  // levelling: what is served now
-        auto [at, fresh] = refused.try_emplace(item.bucket, ticket);
+        auto [at, fresh] = refused.try_emplace(item.partition, ticket);
         if (!fresh) at->second = std::max(at->second, ticket);
       }
     }
@@ -234,18 +235,18 @@ void Carrier::settle(const OutItem& item) {
   waiting_bytes_ -= int64_t(item.bytes);
   levelling_ -= item.ticket < 0 && item.kind == blob::kChange;
   if (item.kind != blob::kChange) sweep_bytes_ -= int64_t(item.bytes);
-  auto owed = owed_.find(item.bucket);
+  auto owed = owed_.find(item.partition);
   if (!--owed->second) owed_.erase(owed);
   if (item.ticket < 0 || --pending_[size_t(item.ticket - done_ticket_)]) return;
   auto several = several_.find(item.ticket);
   if (several == several_.end()) return;
-  const auto [bucket, seq] = several->second;
+  const auto [partition, seq] = several->second;
   several_.erase(several);
-  auto route = routes_.find(bucket);
+  auto route = routes_.find(partition);
   if (route == routes_.end()) return;
   for (const PeerKey& peer : route->second) {
     auto known = streams_.find(peer);
-    if (known != streams_.end()) known->second.confirmed[bucket] = seq;
+    if (known != streams_.end()) known->second.confirmed[partition] = seq;
   }
 }
 
@@ -271,9 +272,9 @@ std::vector<PeerKey> Carrier::peers() {
   return out;
 }
 
-bool Carrier::owes(uint32_t bucket) {
+bool Carrier::owes(uint32_t partition) {
   std::lock_guard<std::mutex> hold(mutex_);
-  return owed_.count(bucket);
+  return owed_.count(partition);
 }
 
 Carrier::Counts Carrier::counts() {
@@ -399,7 +400,7 @@ std::vector<PeerKey> Carrier::drain_locked() {
     entries.reserve(taken.entries.size());
     for (const Outbox::Sent& e : taken.entries) {
       OutItem item;
-      item.bucket = e.bucket;
+      item.partition = e.partition;
       item.seq = e.seq;
       item.kind = e.kind;
       item.hold = taken.chunk;
@@ -455,10 +456,10 @@ std::unique_ptr<Carrier::Flight> Carrier::prepare(const PeerKey& key, Stream& st
   add(feed);
   uint64_t body = 0;
   for (const OutItem& i : b.items) {
-    add(wire::Entry{i.bucket, uint32_t(i.kind), i.seq, i.bytes, i.mirror, i.sweep});
+    add(wire::Entry{i.partition, uint32_t(i.kind), i.seq, i.bytes, i.mirror, i.sweep});
     body += i.bytes;
   }
-  for (auto& [bucket, seq] : b.confirmed) add(wire::Confirmed{bucket, seq});
+  for (auto& [partition, seq] : b.confirmed) add(wire::Confirmed{partition, seq});
   const wire::Preamble start = wire::preamble(wire::kFeed, head.data() + sizeof(wire::Preamble), header, body);
   std::memcpy(head.data(), &start, sizeof(start));
   return flight;

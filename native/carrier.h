@@ -1,4 +1,4 @@
-// What a ps owes to the mirrors of its buckets, and who brings it there.
+// What a ps owes to the mirrors of its partitions, and who brings it there.
 //
 // The first half is everstep/protect/replication.py once more, which is its oracle and says what everything means. The
 // second sends: a peer life has a link (a connection that Python made), and one thread at a time, who has *claimed* it,
@@ -26,7 +26,7 @@ namespace everstep {
 
 struct OutItem {
   int64_t ticket = -1;  // -1: not of the outbox
-  uint32_t bucket = 0;
+  uint32_t partition = 0;
   int64_t seq = 0;
   int kind = 0;
   int64_t mirror = 0, sweep = 0;
@@ -62,12 +62,12 @@ class Carrier {
   Carrier(Store& store, PeerKey me) : store_(store), me_(me) {}
 
   // ------------------------------------------------ streams
-  void set_route(uint32_t bucket, std::vector<PeerKey> peers);
+  void set_route(uint32_t partition, std::vector<PeerKey> peers);
   void set_version(int64_t version);
-  void sweep(uint32_t bucket, int64_t from_ticket, const std::vector<SyncTarget>& targets);
-  void widen(uint32_t bucket, int64_t from_ticket, const SyncTarget& target);
-  void end_sweeps(uint32_t bucket);
-  void some(uint32_t bucket, const SyncTarget& target);
+  void sweep(uint32_t partition, int64_t from_ticket, const std::vector<SyncTarget>& targets);
+  void widen(uint32_t partition, int64_t from_ticket, const SyncTarget& target);
+  void end_sweeps(uint32_t partition);
+  void some(uint32_t partition, const SyncTarget& target);
   // Entries that must come in order; the peers that got something. Throws std::logic_error.
   std::vector<PeerKey> append(int64_t first_ticket, const std::vector<OutItem>& entries);
   void send(const PeerKey& peer, OutItem item);
@@ -76,7 +76,7 @@ class Carrier {
   std::map<int64_t, int64_t> answered(const PeerKey& peer, int64_t first, const std::string& codes);
   void live(const std::vector<PeerKey>& peers, int64_t version);
   std::vector<PeerKey> peers();
-  bool owes(uint32_t bucket);
+  bool owes(uint32_t partition);
   struct Counts {
     int64_t done_ticket, refused_ticket, next_ticket, sweep_bytes, waiting_bytes, levelling;
   };

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "blob.h"
-#include "bucket_rows.h"
+#include "partition_rows.h"
 #include "outbox.h"
 
 namespace everstep {
@@ -25,17 +25,17 @@ class Change {
 
   explicit Change(Outbox& outbox) : outbox_(outbox) {}
 
-  void lay_out(uint32_t bucket, int64_t seq, const blob::Marks& marks, const std::vector<Shape>& shapes) {
+  void lay_out(uint32_t partition, int64_t seq, const blob::Marks& marks, const std::vector<Shape>& shapes) {
     size_t bytes = sizeof(blob::Header) + marks.bytes();
     for (const Shape& s : shapes)
       bytes += s.by_gradients ? blob::gradient_part_bytes(s.n, s.table->dim, s.options)
                               : blob::part_bytes(blob::kChange, s.n, s.n_toggled, s.table->record_bytes);
     places_.reserve(shapes.size());
-    entry_ = outbox_.reserve(bucket, seq, blob::kChange, bytes);
+    entry_ = outbox_.reserve(partition, seq, blob::kChange, bytes);
     places_.clear();
     blob::Header head;
     head.kind = blob::kChange;
-    head.bucket = bucket;
+    head.partition = partition;
     head.n_parts = uint32_t(shapes.size());
     head.seq = seq;
     head.marks_bytes = uint32_t(marks.bytes());

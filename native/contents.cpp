@@ -1,4 +1,4 @@
-// What becomes of whole buckets: their contents for mirrors, images, hand-over, digests.
+// What becomes of whole partitions: their contents for mirrors, images, hand-over, digests.
 #include <algorithm>
 #include <cstring>
 
@@ -8,7 +8,7 @@ namespace everstep {
 
 namespace {
 
-constexpr int64_t kMaxPages = int64_t(1) << 24;  // of one table in one bucket: a wrong image must not cost gigabytes
+constexpr int64_t kMaxPages = int64_t(1) << 24;  // of one table in one partition: a wrong image must not cost gigabytes
 constexpr uint64_t kMaxSlots = 0xff000000u;
 
 // A blob with one part, in the outbox.
@@ -17,19 +17,19 @@ struct Contents {
   Outbox::Slot entry;
   blob::Writer w{nullptr};
 
-  Contents(Outbox& to, uint32_t b, const Bucket& bucket, blob::Kind kind, const blob::PartHeader& part,
+  Contents(Outbox& to, uint32_t b, const Partition& partition, blob::Kind kind, const blob::PartHeader& part,
            size_t record_bytes, int entry_kind)
       : outbox(to) {
     blob::Marks marks;
-    marks.fingerprint = bucket.fingerprint;
-    marks.clock = bucket.clock;
-    entry = outbox.reserve(b, bucket.seq, entry_kind,
+    marks.fingerprint = partition.fingerprint;
+    marks.clock = partition.clock;
+    entry = outbox.reserve(b, partition.seq, entry_kind,
                            sizeof(blob::Header) + marks.bytes() + blob::part_bytes(kind, part.n, 0, record_bytes));
     blob::Header head;
     head.kind = kind;
-    head.bucket = b;
+    head.partition = b;
     head.n_parts = 1;
-    head.seq = bucket.seq;
+    head.seq = partition.seq;
     head.marks_bytes = uint32_t(marks.bytes());
     w = blob::Writer(entry.at);
     w.put(head);
@@ -53,14 +53,14 @@ struct Digest {
 
 }  // namespace
 
-void Store::protect(const std::vector<int64_t>& buckets, bool on) {
-  for (int64_t b : buckets) bucket_at(b);
-  for (int64_t b : buckets) {
-    Bucket& bucket = buckets_[b];
-    std::lock_guard<std::mutex> hold(bucket.mutex);
-    if (on && bucket.phase != Phase::kOwned) throw NotOwned("bucket " + std::to_string(b) + " is not owned here");
-    if (!on) flush_locked(uint32_t(b), bucket);
-    bucket.protect = on;
+void Store::protect(const std::vector<int64_t>& partitions, bool on) {
+  for (int64_t b : partitions) partition_at(b);
+  for (int64_t b : partitions) {
+    Partition& partition = partitions_[b];
+    std::lock_guard<std::mutex> hold(partition.mutex);
+    if (on && partition.phase != Phase::kOwned) throw NotOwned("partition " + std::to_string(b) + " is not owned here");
+    if (!on) flush_locked(uint32_t(b), partition);
+    partition.protect = on;
   }
 }
 
@@ -68,11 +68,12 @@ int64_t Store::emit(int64_t b, int kind, uint32_t table, int64_t lo, int64_t hi)
   if (kind != blob::kHeads && kind != blob::kBodies) throw Malformed("contents are heads (2) or bodies (3)");
   if (lo < 0 || hi <= lo || hi > int64_t(Rows::kNone)) throw Malformed("[lo, hi) is not a range of slots");
   const Table& t = table_of(table);
-  Bucket& bucket = bucket_at(b);
-  std::lock_guard<std::mutex> hold(bucket.mutex);
-  const Rows& rows = *readable(bucket, b).rows[t.index];
-  if (kind == blob::kBodies && rows.recovering()) throw Recovering("bucket " + std::to_string(b) + " is being rebuilt");
-  flush_locked(uint32_t(b), bucket);  // contents go on from the differences before them
+  Partition& partition = partition_at(b);
+  std::lock_guard<std::mutex> hold(partition.mutex);
+  const Rows& rows = *readable(partition, b).rows[t.index];
+  if (kind == blob::kBodies && rows.recovering())
+    throw Recovering("partition " + std::to_string(b) + " is being rebuilt");
+  flush_locked(uint32_t(b), partition);  // contents go on from the differences before them
   const bool last = size_t(hi) >= rows.end();
   const size_t to = std::min<size_t>(size_t(hi), rows.end());
   std::vector<uint32_t> slots;
@@ -83,7 +84,7 @@ int64_t Store::emit(int64_t b, int kind, uint32_t table, int64_t lo, int64_t hi)
   part.lo = uint32_t(lo);
   part.hi = uint32_t(hi);
   part.flags = last ? blob::kLast : 0;
-  Contents out(outbox_, uint32_t(b), bucket, blob::Kind(kind), part, t.record_bytes, kind);
+  Contents out(outbox_, uint32_t(b), partition, blob::Kind(kind), part, t.record_bytes, kind);
   for (uint32_t s : slots) out.w.put(s);
   for (uint32_t s : slots) {
     if (kind == blob::kHeads) {
@@ -97,17 +98,17 @@ int64_t Store::emit(int64_t b, int kind, uint32_t table, int64_t lo, int64_t hi)
 
 void Store::emit_slots(int64_t b, uint32_t table, const uint32_t* slots, size_t n) {
   const Table& t = table_of(table);
-  Bucket& bucket = bucket_at(b);
-  std::lock_guard<std::mutex> hold(bucket.mutex);
-  const Rows& rows = *readable(bucket, b).rows[t.index];
+  Partition& partition = partition_at(b);
+  std::lock_guard<std::mutex> hold(partition.mutex);
+  const Rows& rows = *readable(partition, b).rows[t.index];
   for (size_t i = 0; i < n; ++i) {
-    if (rows.absent(slots[i])) throw Recovering("bucket " + std::to_string(b) + " is being rebuilt");
+    if (rows.absent(slots[i])) throw Recovering("partition " + std::to_string(b) + " is being rebuilt");
   }
-  flush_locked(uint32_t(b), bucket);
+  flush_locked(uint32_t(b), partition);
   blob::PartHeader part;
   part.table = table;
   part.n = uint32_t(n);
-  Contents out(outbox_, uint32_t(b), bucket, blob::kBodies, part, t.record_bytes, blob::kSome);
+  Contents out(outbox_, uint32_t(b), partition, blob::kBodies, part, t.record_bytes, blob::kSome);
   if (n) std::memcpy(out.w.skip(n * 4), slots, n * 4);
   for (size_t i = 0; i < n; ++i) {
     uint8_t* to = out.w.skip(t.record_bytes);
@@ -120,76 +121,76 @@ void Store::emit_slots(int64_t b, uint32_t table, const uint32_t* slots, size_t 
 }
 
 void Store::emit_marks(int64_t b) {
-  Bucket& bucket = bucket_at(b);
-  std::lock_guard<std::mutex> hold(bucket.mutex);
-  readable(bucket, b);
-  flush_locked(uint32_t(b), bucket);
-  const auto blob = blob::marks_blob(uint32_t(b), bucket.seq, bucket.marks());
-  Outbox::Slot entry = outbox_.reserve(uint32_t(b), bucket.seq, blob::kMarks, blob.size());
+  Partition& partition = partition_at(b);
+  std::lock_guard<std::mutex> hold(partition.mutex);
+  readable(partition, b);
+  flush_locked(uint32_t(b), partition);
+  const auto blob = blob::marks_blob(uint32_t(b), partition.seq, partition.marks());
+  Outbox::Slot entry = outbox_.reserve(uint32_t(b), partition.seq, blob::kMarks, blob.size());
   std::memcpy(entry.at, blob.data(), blob.size());
   outbox_.commit(entry);
 }
 
 std::vector<uint8_t> Store::marks(int64_t b) {
-  Bucket& bucket = bucket_at(b);
-  std::lock_guard<std::mutex> hold(bucket.mutex);
-  return blob::marks_blob(uint32_t(b), bucket.seq, readable(bucket, b).marks());
+  Partition& partition = partition_at(b);
+  std::lock_guard<std::mutex> hold(partition.mutex);
+  return blob::marks_blob(uint32_t(b), partition.seq, readable(partition, b).marks());
 }
 
 int64_t Store::seq(int64_t b) {
-  Bucket& bucket = bucket_at(b);
-  std::lock_guard<std::mutex> hold(bucket.mutex);
-  return readable(bucket, b).seq;
+  Partition& partition = partition_at(b);
+  std::lock_guard<std::mutex> hold(partition.mutex);
+  return readable(partition, b).seq;
 }
 
 int64_t Store::hand_over(int64_t b) {
-  Bucket& bucket = bucket_at(b);
-  std::lock_guard<std::mutex> hold(bucket.mutex);
-  if (readable(bucket, b).phase == Phase::kOwned) {
-    flush_locked(uint32_t(b), bucket);
-    bucket.owned = false;
-    bucket.phase = Phase::kHandedOver;
-    for (auto& rows : bucket.rows) rows->running.clear();
+  Partition& partition = partition_at(b);
+  std::lock_guard<std::mutex> hold(partition.mutex);
+  if (readable(partition, b).phase == Phase::kOwned) {
+    flush_locked(uint32_t(b), partition);
+    partition.owned = false;
+    partition.phase = Phase::kHandedOver;
+    for (auto& rows : partition.rows) rows->running.clear();
   }
-  return bucket.seq;
+  return partition.seq;
 }
 
 void Store::resume(int64_t b) {
-  Bucket& bucket = bucket_at(b);
-  std::lock_guard<std::mutex> hold(bucket.mutex);
-  if (readable(bucket, b).phase == Phase::kHandedOver) own_locked(bucket);
+  Partition& partition = partition_at(b);
+  std::lock_guard<std::mutex> hold(partition.mutex);
+  if (readable(partition, b).phase == Phase::kHandedOver) own_locked(partition);
 }
 
 void Store::drop(int64_t b) {
-  Bucket& bucket = bucket_at(b);
-  std::lock_guard<std::mutex> hold(bucket.mutex);
-  drop_incoming(bucket);
-  bucket.clear();
+  Partition& partition = partition_at(b);
+  std::lock_guard<std::mutex> hold(partition.mutex);
+  drop_incoming(partition);
+  partition.clear();
 }
 
-std::vector<std::pair<uint32_t, uint64_t>> Store::bucket_rows(int64_t b) {
-  Bucket& bucket = bucket_at(b);
-  std::lock_guard<std::mutex> hold(bucket.mutex);
+std::vector<std::pair<uint32_t, uint64_t>> Store::partition_rows(int64_t b) {
+  Partition& partition = partition_at(b);
+  std::lock_guard<std::mutex> hold(partition.mutex);
   std::vector<std::pair<uint32_t, uint64_t>> out;
-  for (auto& rows : readable(bucket, b).rows) out.emplace_back(rows->table().id, rows->count());
+  for (auto& rows : readable(partition, b).rows) out.emplace_back(rows->table().id, rows->count());
   return out;
 }
 
-size_t Store::bucket_bytes(int64_t b) {
-  Bucket& bucket = bucket_at(b);
-  std::lock_guard<std::mutex> hold(bucket.mutex);
+size_t Store::partition_bytes(int64_t b) {
+  Partition& partition = partition_at(b);
+  std::lock_guard<std::mutex> hold(partition.mutex);
   size_t out = 0;
-  for (auto& rows : bucket.rows) out += rows->bytes();
+  for (auto& rows : partition.rows) out += rows->bytes();
   return out;
 }
 
 std::pair<uint64_t, uint64_t> Store::digest(int64_t b, bool by_key) {
-  Bucket& bucket = bucket_at(b);
-  std::lock_guard<std::mutex> hold(bucket.mutex);
+  Partition& partition = partition_at(b);
+  std::lock_guard<std::mutex> hold(partition.mutex);
   Digest d;
-  for (auto& r : readable(bucket, b).rows) {
+  for (auto& r : readable(partition, b).rows) {
     const Rows& rows = *r;
-    if (rows.recovering()) throw Recovering("bucket " + std::to_string(b) + " is being rebuilt");
+    if (rows.recovering()) throw Recovering("partition " + std::to_string(b) + " is being rebuilt");
     for (size_t s = rows.next_used(0); s < rows.end(); s = rows.next_used(s + 1)) {
       d.word(1);
       d.word(rows.table().id);
@@ -200,15 +201,16 @@ std::pair<uint64_t, uint64_t> Store::digest(int64_t b, bool by_key) {
       d.end();
     }
   }
-  for (auto& [shard, mark] : bucket.shards) {
+  for (auto& [shard, mark] : partition.shards) {
     for (uint64_t w : {uint64_t(2), uint64_t(shard), uint64_t(mark.watermark), by_key ? 0 : uint64_t(mark.fence)})
       d.word(w);
     d.end();
   }
-  for (uint64_t w : {uint64_t(3), by_key ? 0 : uint64_t(bucket.seq), bucket.fingerprint, uint64_t(bucket.clock)})
+  for (uint64_t w :
+       {uint64_t(3), by_key ? 0 : uint64_t(partition.seq), partition.fingerprint, uint64_t(partition.clock)})
     d.word(w);
   d.end();
-  for (uint32_t table : bucket.initialised) {
+  for (uint32_t table : partition.initialised) {
     d.word(4);
     d.word(table);
     d.end();
@@ -218,41 +220,41 @@ std::pair<uint64_t, uint64_t> Store::digest(int64_t b, bool by_key) {
 
 // ---------------------------------------------------------------- images
 
-void Store::drop_incoming(Bucket& bucket) {
-  for (auto& [table, pages] : bucket.incoming) {
+void Store::drop_incoming(Partition& partition) {
+  for (auto& [table, pages] : partition.incoming) {
     for (uint8_t* page : pages) {
       if (page) pool_.give(page, table->page_bytes);
     }
   }
-  bucket.incoming.clear();
+  partition.incoming.clear();
 }
 
 void Store::load_begin(int64_t b) {
-  Bucket& bucket = bucket_at(b);
-  std::lock_guard<std::mutex> hold(bucket.mutex);
-  if (bucket.readable()) throw Malformed("bucket " + std::to_string(b) + " is here already: drop it first");
-  drop_incoming(bucket);
-  bucket.clear();
-  bucket.phase = Phase::kLoading;
+  Partition& partition = partition_at(b);
+  std::lock_guard<std::mutex> hold(partition.mutex);
+  if (partition.readable()) throw Malformed("partition " + std::to_string(b) + " is here already: drop it first");
+  drop_incoming(partition);
+  partition.clear();
+  partition.phase = Phase::kLoading;
 }
 
 void Store::load_pages(int64_t b, uint32_t table, const int64_t* page_nos, size_t n, const uint8_t* pages) {
   const Table& t = table_of(table);
-  Bucket& bucket = bucket_at(b);
+  Partition& partition = partition_at(b);
   for (size_t i = 0; i < n; ++i) {
     // (every slot of it has a number below that of no slot)
     if (page_nos[i] < 0 || page_nos[i] >= kMaxPages || uint64_t(page_nos[i] + 1) << t.page_bits > kMaxSlots)
       throw Malformed("page " + std::to_string(page_nos[i]) + " of table " + std::to_string(table) + " cannot be");
   }
-  std::lock_guard<std::mutex> hold(bucket.mutex);
-  if (bucket.phase != Phase::kLoading) throw Malformed("bucket " + std::to_string(b) + " is not being loaded");
+  std::lock_guard<std::mutex> hold(partition.mutex);
+  if (partition.phase != Phase::kLoading) throw Malformed("partition " + std::to_string(b) + " is not being loaded");
   std::vector<uint8_t*>* to = nullptr;
-  for (auto& [known, have] : bucket.incoming) {
+  for (auto& [known, have] : partition.incoming) {
     if (known == &t) to = &have;
   }
   if (!to) {
-    bucket.incoming.emplace_back(&t, std::vector<uint8_t*>());
-    to = &bucket.incoming.back().second;
+    partition.incoming.emplace_back(&t, std::vector<uint8_t*>());
+    to = &partition.incoming.back().second;
   }
   for (size_t i = 0; i < n; ++i) {
     const size_t p = size_t(page_nos[i]);
@@ -263,83 +265,85 @@ void Store::load_pages(int64_t b, uint32_t table, const int64_t* page_nos, size_
 }
 
 void Store::load_end(int64_t b, const uint8_t* marks, size_t marks_bytes) {
-  Bucket& bucket = bucket_at(b);
+  Partition& partition = partition_at(b);
   std::vector<TablePages> pages;
   {
-    std::lock_guard<std::mutex> hold(bucket.mutex);
-    if (bucket.phase != Phase::kLoading) throw Malformed("bucket " + std::to_string(b) + " is not being loaded");
+    std::lock_guard<std::mutex> hold(partition.mutex);
+    if (partition.phase != Phase::kLoading) throw Malformed("partition " + std::to_string(b) + " is not being loaded");
     try {
       const blob::Blob blob = blob::parse_marks(marks, marks_bytes);
-      if (blob.head.bucket != uint32_t(b)) throw Malformed("these are not the marks of bucket " + std::to_string(b));
-      pages.swap(bucket.incoming);
-      adopt_locked(uint32_t(b), bucket, std::move(pages), blob.marks, blob.head.seq, false);
+      if (blob.head.partition != uint32_t(b))
+        throw Malformed("these are not the marks of partition " + std::to_string(b));
+      pages.swap(partition.incoming);
+      adopt_locked(uint32_t(b), partition, std::move(pages), blob.marks, blob.head.seq, false);
     } catch (...) {
-      drop_incoming(bucket);
-      bucket.clear();
+      drop_incoming(partition);
+      partition.clear();
       throw;
     }
   }
 }
 
 void Store::adopt(uint32_t b, std::vector<TablePages>&& pages, const blob::Marks& marks, int64_t seq, bool absent) {
-  Bucket& bucket = bucket_at(b);
-  std::lock_guard<std::mutex> hold(bucket.mutex);
-  if (bucket.phase != Phase::kEmpty) throw Malformed("bucket " + std::to_string(b) + " is here already: drop it first");
-  adopt_locked(b, bucket, std::move(pages), marks, seq, absent);
+  Partition& partition = partition_at(b);
+  std::lock_guard<std::mutex> hold(partition.mutex);
+  if (partition.phase != Phase::kEmpty)
+    throw Malformed("partition " + std::to_string(b) + " is here already: drop it first");
+  adopt_locked(b, partition, std::move(pages), marks, seq, absent);
 }
 
-void Store::adopt_locked(uint32_t b, Bucket& bucket, std::vector<TablePages>&& pages, const blob::Marks& marks,
+void Store::adopt_locked(uint32_t b, Partition& partition, std::vector<TablePages>&& pages, const blob::Marks& marks,
                          int64_t seq, bool absent) {
   try {
     for (auto& [table, of] : pages) {
-      Rows& rows = *bucket.rows[table->index];
-      rows.adopt(std::move(of), b, n_buckets_);
+      Rows& rows = *partition.rows[table->index];
+      rows.adopt(std::move(of), b, n_partitions_);
       of.clear();
       if (absent) rows.expect_all();
     }
-    bucket.set_marks(marks, seq);
+    partition.set_marks(marks, seq);
   } catch (...) {
     for (auto& [table, of] : pages) {
       for (uint8_t* page : of) {
         if (page) pool_.give(page, table->page_bytes);
       }
     }
-    bucket.clear();
+    partition.clear();
     throw;
   }
-  own_locked(bucket);
+  own_locked(partition);
 }
 
 // ---------------------------------------------------------------- snapshots
 
 int64_t Store::snapshot_begin(int64_t b, int64_t since, std::vector<uint8_t>& marks) {
-  Bucket& bucket = bucket_at(b);
-  std::lock_guard<std::mutex> hold(bucket.mutex);
-  readable(bucket, b);
-  if (bucket.snapshot) throw Malformed("a snapshot of bucket " + std::to_string(b) + " is being read already");
-  if (since >= int64_t(bucket.generation) || since < -1)
-    throw Malformed("bucket " + std::to_string(b) + " had no snapshot " + std::to_string(since) + " here");
-  for (auto& rows : bucket.rows) {
-    if (rows->recovering()) throw Recovering("bucket " + std::to_string(b) + " is being rebuilt");
+  Partition& partition = partition_at(b);
+  std::lock_guard<std::mutex> hold(partition.mutex);
+  readable(partition, b);
+  if (partition.snapshot) throw Malformed("a snapshot of partition " + std::to_string(b) + " is being read already");
+  if (since >= int64_t(partition.generation) || since < -1)
+    throw Malformed("partition " + std::to_string(b) + " had no snapshot " + std::to_string(since) + " here");
+  for (auto& rows : partition.rows) {
+    if (rows->recovering()) throw Recovering("partition " + std::to_string(b) + " is being rebuilt");
   }
-  flush_locked(uint32_t(b), bucket);
-  marks = blob::marks_blob(uint32_t(b), bucket.seq, bucket.marks());
-  bucket.snapshot = true;
-  const int64_t generation = int64_t(bucket.generation++);
-  for (auto& rows : bucket.rows) rows->snapshot_begin(since, bucket.generation);
+  flush_locked(uint32_t(b), partition);
+  marks = blob::marks_blob(uint32_t(b), partition.seq, partition.marks());
+  partition.snapshot = true;
+  const int64_t generation = int64_t(partition.generation++);
+  for (auto& rows : partition.rows) rows->snapshot_begin(since, partition.generation);
   return generation;
 }
 
 void Store::snapshot_next(int64_t b, size_t max_bytes, std::vector<ImagePage>& pages, std::vector<uint8_t>& data) {
-  Bucket& bucket = bucket_at(b);
+  Partition& partition = partition_at(b);
   for (size_t index = 0;; ++index) {
     const Table* table;
     for (;;) {
       // One page at a time, so that a push waits for one copy at most.
-      std::unique_lock<std::mutex> hold(bucket.mutex);
-      if (!bucket.snapshot) throw Malformed("no snapshot of bucket " + std::to_string(b) + " is being read");
-      if (index >= bucket.rows.size()) return;
-      Rows& rows = *bucket.rows[index];
+      std::unique_lock<std::mutex> hold(partition.mutex);
+      if (!partition.snapshot) throw Malformed("no snapshot of partition " + std::to_string(b) + " is being read");
+      if (index >= partition.rows.size()) return;
+      Rows& rows = *partition.rows[index];
       table = &rows.table();
       const uint32_t p = rows.snapshot_next();
       if (p == Rows::kNone) break;
@@ -358,27 +362,27 @@ void Store::snapshot_next(int64_t b, size_t max_bytes, std::vector<ImagePage>& p
 
 bool Store::snapshot_slots(int64_t b, uint32_t table, const std::vector<int64_t>& pages, std::vector<uint8_t>& bits) {
   const Table& t = table_of(table);
-  Bucket& bucket = bucket_at(b);
-  std::lock_guard<std::mutex> hold(bucket.mutex);
-  if (!bucket.snapshot) throw Malformed("no snapshot of bucket " + std::to_string(b) + " is being read");
-  if (t.index >= bucket.rows.size()) return false;
-  const Rows& rows = *bucket.rows[t.index];
+  Partition& partition = partition_at(b);
+  std::lock_guard<std::mutex> hold(partition.mutex);
+  if (!partition.snapshot) throw Malformed("no snapshot of partition " + std::to_string(b) + " is being read");
+  if (t.index >= partition.rows.size()) return false;
+  const Rows& rows = *partition.rows[t.index];
   if (!rows.snapshot_knows_slots()) return false;
   const size_t n = t.slots() / 8;
   bits.resize(pages.size() * n);
   for (size_t i = 0; i < pages.size(); ++i) {
     if (pages[i] < 0 || size_t(pages[i]) >= rows.snapshot_pages())
-      throw Malformed("page " + std::to_string(pages[i]) + " is not in the snapshot of bucket " + std::to_string(b));
+      throw Malformed("page " + std::to_string(pages[i]) + " is not in the snapshot of partition " + std::to_string(b));
     rows.snapshot_slots(uint32_t(pages[i]), bits.data() + i * n);
   }
   return true;
 }
 
 void Store::snapshot_end(int64_t b) {
-  Bucket& bucket = bucket_at(b);
-  std::lock_guard<std::mutex> hold(bucket.mutex);
-  bucket.snapshot = false;
-  for (auto& rows : bucket.rows) rows->snapshot_end();
+  Partition& partition = partition_at(b);
+  std::lock_guard<std::mutex> hold(partition.mutex);
+  partition.snapshot = false;
+  for (auto& rows : partition.rows) rows->snapshot_end();
 }
 
 }  // namespace everstep

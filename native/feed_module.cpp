@@ -23,14 +23,14 @@ using Target = std::tuple<PeerKey, int64_t, int64_t>;  // streams.SyncTarget
 SyncTarget target_of(const Target& t) { return {std::get<0>(t), std::get<1>(t), std::get<2>(t)}; }
 
 // A copy of bytes that Python has.
-OutItem item_of(int64_t bucket, int64_t seq, int kind, int64_t mirror, int64_t sweep, nb::handle blob) {
+OutItem item_of(int64_t partition, int64_t seq, int kind, int64_t mirror, int64_t sweep, nb::handle blob) {
   Py_buffer view;
   if (PyObject_GetBuffer(blob.ptr(), &view, PyBUF_SIMPLE)) throw nb::python_error();
   auto held = std::make_shared<std::vector<uint8_t>>(static_cast<uint8_t*>(view.buf),
                                                      static_cast<uint8_t*>(view.buf) + view.len);
   PyBuffer_Release(&view);
   OutItem item;
-  item.bucket = uint32_t(bucket);
+  item.partition = uint32_t(partition);
   item.seq = seq;
   item.kind = kind;
   item.mirror = mirror;
@@ -49,7 +49,7 @@ nb::object batch(Carrier& c, PeerKey peer, size_t max_bytes, size_t max_items) {
     auto* held = new std::shared_ptr<const void>(i.hold);
     nb::capsule owner(held, [](void* p) noexcept { delete static_cast<std::shared_ptr<const void>*>(p); });
     nb::ndarray<nb::numpy, uint8_t> data(const_cast<uint8_t*>(i.data), {i.bytes}, owner);
-    items.append(nb::make_tuple(i.ticket, i.bucket, i.seq, i.kind, i.mirror, i.sweep, data, i.bytes));
+    items.append(nb::make_tuple(i.ticket, i.partition, i.seq, i.kind, i.mirror, i.sweep, data, i.bytes));
   }
   return nb::make_tuple(b.stream, b.first, items, b.confirmed);
 }
@@ -144,30 +144,30 @@ void bind_feed(nb::module_& m) {
           "publish",
           [](Inbox& i, int64_t version,
              const std::vector<std::tuple<uint32_t, PeerKey, std::vector<uint64_t>, bool>>& sources) {
-            std::unordered_map<uint32_t, Inbox::Source> by_bucket;
-            for (auto& [bucket, sender, mirrors, several] : sources)
-              by_bucket[bucket] = Inbox::Source{sender, mirrors, several};
-            i.publish(version, std::move(by_bucket));
+            std::unordered_map<uint32_t, Inbox::Source> by_partition;
+            for (auto& [partition, sender, mirrors, several] : sources)
+              by_partition[partition] = Inbox::Source{sender, mirrors, several};
+            i.publish(version, std::move(by_partition));
           },
           nb::arg("version"), nb::arg("sources"))
       .def(
           "keep_tail",
-          [](Inbox& i, uint32_t bucket, int64_t seq, nb::handle blob) {
-            const OutItem kept = item_of(bucket, seq, 0, 0, 0, blob);
-            i.keep_tail(bucket, seq, kept.data, kept.bytes);
+          [](Inbox& i, uint32_t partition, int64_t seq, nb::handle blob) {
+            const OutItem kept = item_of(partition, seq, 0, 0, 0, blob);
+            i.keep_tail(partition, seq, kept.data, kept.bytes);
           },
-          nb::arg("bucket"), nb::arg("seq"), nb::arg("blob"))
-      .def("confirm_tail", &Inbox::confirm_tail, nb::arg("bucket"), nb::arg("seq"))
+          nb::arg("partition"), nb::arg("seq"), nb::arg("blob"))
+      .def("confirm_tail", &Inbox::confirm_tail, nb::arg("partition"), nb::arg("seq"))
       .def(
           "tail",
-          [](Inbox& i, uint32_t bucket, int64_t seq) {
+          [](Inbox& i, uint32_t partition, int64_t seq) {
             nb::list out;
-            for (auto& [at, blob] : i.tail(bucket, seq))
+            for (auto& [at, blob] : i.tail(partition, seq))
               out.append(nb::make_tuple(at, nb::bytes(blob->data(), blob->size())));
             return out;
           },
-          nb::arg("bucket"), nb::arg("seq"))
-      .def("drop_tail", &Inbox::drop_tail, nb::arg("bucket"))
+          nb::arg("partition"), nb::arg("seq"))
+      .def("drop_tail", &Inbox::drop_tail, nb::arg("partition"))
       .def("drop_tails", &Inbox::drop_tails)
       .def("received", &Inbox::received, nb::arg("sender"))
       .def("set_received", &Inbox::set_received, nb::arg("sender"), nb::arg("next"))
@@ -184,27 +184,27 @@ void bind_feed(nb::module_& m) {
       .def(
           "__init__", [](Carrier* self, Store& store, PeerKey me) { new (self) Carrier(store, me); }, nb::arg("store"),
           nb::arg("me"), nb::keep_alive<1, 2>())
-      .def("set_route", &Carrier::set_route, nb::arg("bucket"), nb::arg("peers"), free_gil())
+      .def("set_route", &Carrier::set_route, nb::arg("partition"), nb::arg("peers"), free_gil())
       .def("set_version", &Carrier::set_version, nb::arg("version"), free_gil())
       .def(
           "sweep",
-          [](Carrier& c, uint32_t bucket, int64_t from_ticket, const std::vector<Target>& targets) {
+          [](Carrier& c, uint32_t partition, int64_t from_ticket, const std::vector<Target>& targets) {
             std::vector<SyncTarget> all;
             all.reserve(targets.size());
             for (const Target& t : targets) all.push_back(target_of(t));
-            c.sweep(bucket, from_ticket, all);
+            c.sweep(partition, from_ticket, all);
           },
-          nb::arg("bucket"), nb::arg("from_ticket"), nb::arg("targets"))
+          nb::arg("partition"), nb::arg("from_ticket"), nb::arg("targets"))
       .def(
           "widen",
-          [](Carrier& c, uint32_t bucket, int64_t from_ticket, const Target& t) {
-            c.widen(bucket, from_ticket, target_of(t));
+          [](Carrier& c, uint32_t partition, int64_t from_ticket, const Target& t) {
+            c.widen(partition, from_ticket, target_of(t));
           },
-          nb::arg("bucket"), nb::arg("from_ticket"), nb::arg("target"))
-      .def("end_sweeps", &Carrier::end_sweeps, nb::arg("bucket"))
+          nb::arg("partition"), nb::arg("from_ticket"), nb::arg("target"))
+      .def("end_sweeps", &Carrier::end_sweeps, nb::arg("partition"))
       .def(
-          "some", [](Carrier& c, uint32_t bucket, const Target& t) { c.some(bucket, target_of(t)); }, nb::arg("bucket"),
-          nb::arg("target"))
+          "some", [](Carrier& c, uint32_t partition, const Target& t) { c.some(partition, target_of(t)); },
+          nb::arg("partition"), nb::arg("target"))
       .def(
           "append",
           [](Carrier& c, int64_t first, const nb::list& entries) {
@@ -217,9 +217,9 @@ void bind_feed(nb::module_& m) {
           nb::arg("first_ticket"), nb::arg("entries"))
       .def(
           "send",
-          [](Carrier& c, PeerKey peer, int64_t bucket, int64_t seq, int kind, int64_t mirror, int64_t sweep,
-             nb::handle blob) { c.send(peer, item_of(bucket, seq, kind, mirror, sweep, blob)); },
-          nb::arg("peer"), nb::arg("bucket"), nb::arg("seq"), nb::arg("kind"), nb::arg("mirror"), nb::arg("sweep"),
+          [](Carrier& c, PeerKey peer, int64_t partition, int64_t seq, int kind, int64_t mirror, int64_t sweep,
+             nb::handle blob) { c.send(peer, item_of(partition, seq, kind, mirror, sweep, blob)); },
+          nb::arg("peer"), nb::arg("partition"), nb::arg("seq"), nb::arg("kind"), nb::arg("mirror"), nb::arg("sweep"),
           nb::arg("blob"))
       .def("batch", &batch, nb::arg("peer"), nb::arg("max_bytes"), nb::arg("max_items"))
       .def("waits", &Carrier::waits, nb::arg("peer"))
@@ -233,7 +233,7 @@ void bind_feed(nb::module_& m) {
           nb::arg("peer"), nb::arg("first"), nb::arg("codes"))
       .def("live", &Carrier::live, nb::arg("peers"), nb::arg("version"))
       .def("peers", &Carrier::peers)
-      .def("owes", &Carrier::owes, nb::arg("bucket"))
+      .def("owes", &Carrier::owes, nb::arg("partition"))
       .def("counts", &counts)
       .def("link", &Carrier::link, nb::arg("peer"), nb::arg("fd"), nb::arg("told"))
       .def("told", &Carrier::told, nb::arg("peer"), nb::arg("tables"))

@@ -16,9 +16,9 @@ static inline uint64_t table_salt(uint32_t table) { return mix64(uint64_t(table)
 
 static inline uint64_t key_hash(int64_t key, uint64_t salt) { return mix64(uint64_t(key) ^ salt); }
 
-// The high half of the hash chooses the bucket, the low half the place in the bucket's index: independent.
-static inline uint32_t bucket_of(uint64_t hash, uint32_t n_buckets) {
-  return uint32_t(((hash >> 32) * n_buckets) >> 32);
+// The high half of the hash chooses the partition, the low half the place in the partition's index: independent.
+static inline uint32_t partition_of(uint64_t hash, uint32_t n_partitions) {
+  return uint32_t(((hash >> 32) * n_partitions) >> 32);
 }
 
 constexpr uint64_t kGolden = 0x9e3779b97f4a7c15ULL;

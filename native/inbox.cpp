@@ -38,34 +38,35 @@ std::mutex& Inbox::one_at_a_time(const PeerKey& sender) {
   return *found;
 }
 
-void Inbox::keep_tail(uint32_t bucket, int64_t seq, const uint8_t* data, size_t size) {
+void Inbox::keep_tail(uint32_t partition, int64_t seq, const uint8_t* data, size_t size) {
   auto blob = std::make_shared<const std::vector<uint8_t>>(data, data + size);
   std::lock_guard<std::mutex> hold(mutex_);
-  auto& tail = tails_[bucket];
+  auto& tail = tails_[partition];
   if (tail.empty() || tail.back().first < seq) tail.emplace_back(seq, std::move(blob));
 }
 
-void Inbox::confirm_tail(uint32_t bucket, int64_t seq) {
+void Inbox::confirm_tail(uint32_t partition, int64_t seq) {
   std::lock_guard<std::mutex> hold(mutex_);
-  auto found = tails_.find(bucket);
+  auto found = tails_.find(partition);
   if (found == tails_.end()) return;
   auto& tail = found->second;
   while (!tail.empty() && tail.front().first <= seq) tail.pop_front();
 }
 
-std::vector<std::pair<int64_t, std::shared_ptr<const std::vector<uint8_t>>>> Inbox::tail(uint32_t bucket, int64_t seq) {
+std::vector<std::pair<int64_t, std::shared_ptr<const std::vector<uint8_t>>>> Inbox::tail(uint32_t partition,
+                                                                                         int64_t seq) {
   std::lock_guard<std::mutex> hold(mutex_);
   std::vector<std::pair<int64_t, std::shared_ptr<const std::vector<uint8_t>>>> out;
-  auto found = tails_.find(bucket);
+  auto found = tails_.find(partition);
   if (found == tails_.end()) return out;
   for (auto& kept : found->second)
     if (kept.first > seq) out.push_back(kept);
   return out;
 }
 
-void Inbox::drop_tail(uint32_t bucket) {
+void Inbox::drop_tail(uint32_t partition) {
   std::lock_guard<std::mutex> hold(mutex_);
-  tails_.erase(bucket);
+  tails_.erase(partition);
 }
 
 void Inbox::drop_tails() {
@@ -96,7 +97,7 @@ bool Inbox::follow(const wire::Frame& frame, std::vector<uint8_t>& codes) {
   std::lock_guard<std::mutex> alone(one_at_a_time(sender));
   if (feed.version > version_ || received(sender) != std::make_pair(feed.stream, feed.first)) return false;
   for (const wire::Entry& e : entries) {
-    auto found = sources_.find(e.bucket);
+    auto found = sources_.find(e.partition);
     if (found == sources_.end() || found->second.sender != sender) return false;
   }
   codes.assign(n, uint8_t(kNotMember));
@@ -110,14 +111,14 @@ bool Inbox::follow(const wire::Frame& frame, std::vector<uint8_t>& codes) {
     at = frame.body;
     for (uint64_t i = 0; i < n; ++i) {
       const wire::Entry& e = entries[i];
-      const Source& source = sources_.find(e.bucket)->second;
+      const Source& source = sources_.find(e.partition)->second;
       for (uint64_t id : source.mirrors) {
         if (e.mirror && uint64_t(e.mirror) != id) continue;
         const ApplyResult done = store_.mirrors->get(id)->apply(at, e.bytes, true);
         if (done == kGap) return false;  // what was applied is a repeat for the machine
         if (codes[i] != uint8_t(kApplied)) {
           codes[i] = uint8_t(done);
-          if (done == kApplied && source.several) keep_tail(e.bucket, e.seq, at, e.bytes);
+          if (done == kApplied && source.several) keep_tail(e.partition, e.seq, at, e.bytes);
         }
       }
       at += e.bytes;
@@ -126,8 +127,8 @@ bool Inbox::follow(const wire::Frame& frame, std::vector<uint8_t>& codes) {
     return false;  // the machine comes to the same, and says what it is
   }
   for (const wire::Confirmed& c : confirmed) {
-    auto found = c.bucket < 0 ? sources_.end() : sources_.find(uint32_t(c.bucket));
-    if (found != sources_.end() && found->second.sender == sender) confirm_tail(uint32_t(c.bucket), c.seq);
+    auto found = c.partition < 0 ? sources_.end() : sources_.find(uint32_t(c.partition));
+    if (found != sources_.end() && found->second.sender == sender) confirm_tail(uint32_t(c.partition), c.seq);
   }
   set_received(sender, {feed.stream, feed.first + int64_t(n)});
   return true;

@@ -1,6 +1,6 @@
 // What other ps feed to the mirrors here, as far as it goes without saying: the differences that come next in a stream,
-// of buckets whose source the sender is; they are kept for other mirrors of theirs. Everything else is for the machine
-// (everstep/protect/machine.py), which also says, with the gate held alone, what goes without saying.
+// of partitions whose source the sender is; they are kept for other mirrors of theirs. Everything else is for the
+// machine (everstep/protect/machine.py), which also says, with the gate held alone, what goes without saying.
 #pragma once
 #include <cstdint>
 #include <deque>
@@ -29,7 +29,7 @@ class Inbox {
   explicit Inbox(Store& store) : store_(store) {}
 
   Gate& gate() { return gate_; }
-  // With the gate held alone. Buckets that are not named are the machine's, whoever sends them.
+  // With the gate held alone. Partitions that are not named are the machine's, whoever sends them.
   void publish(int64_t version, std::unordered_map<uint32_t, Source> sources) {
     version_ = version;
     sources_ = std::move(sources);
@@ -43,10 +43,10 @@ class Inbox {
   std::mutex& one_at_a_time(const PeerKey& sender);
 
   // Tails: protect/retained_log.py.
-  void keep_tail(uint32_t bucket, int64_t seq, const uint8_t* data, size_t size);
-  void confirm_tail(uint32_t bucket, int64_t seq);
-  std::vector<std::pair<int64_t, std::shared_ptr<const std::vector<uint8_t>>>> tail(uint32_t bucket, int64_t seq);
-  void drop_tail(uint32_t bucket);
+  void keep_tail(uint32_t partition, int64_t seq, const uint8_t* data, size_t size);
+  void confirm_tail(uint32_t partition, int64_t seq);
+  std::vector<std::pair<int64_t, std::shared_ptr<const std::vector<uint8_t>>>> tail(uint32_t partition, int64_t seq);
+  void drop_tail(uint32_t partition);
   void drop_tails();
 
   // Applies the entries of a FEED. False: it is for the machine, from the beginning.

@@ -1,8 +1,8 @@
-// Mirrors that may be behind (protect: lag): the changes of a bucket stay open until one difference is made of them.
+// Mirrors that may be behind (protect: lag): the changes of a partition stay open until one difference is made of them.
 //
-// Every reader of a bucket's stream sees what it would see without: an open change has its seq from the beginning, and
-// whatever goes into the outbox for this bucket (contents, marks), or ends its stream (hand over, protection ends),
-// closes it first.
+// Every reader of a partition's stream sees what it would see without: an open change has its seq from the beginning,
+// and whatever goes into the outbox for this partition (contents, marks), or ends its stream (hand over, protection
+// ends), closes it first.
 #include <algorithm>
 #include <chrono>
 #include <cstring>
@@ -104,33 +104,33 @@ void Store::set_lag(bool on, size_t bytes, int64_t pushes, double late_s) {
   lag_ = on;
 }
 
-void Store::join_open(Bucket& bucket) {
-  if (bucket.open.number) return;
-  ++bucket.seq;
-  bucket.open.since_ns = steady_ns();
-  bucket.open.pushes = 0;
-  bucket.open.number = opened_.fetch_add(1) + 1;
+void Store::join_open(Partition& partition) {
+  if (partition.open.number) return;
+  ++partition.seq;
+  partition.open.since_ns = steady_ns();
+  partition.open.pushes = 0;
+  partition.open.number = opened_.fetch_add(1) + 1;
 }
 
 // Throws std::bad_alloc with nothing changed.
-bool Store::flush_locked(uint32_t b, Bucket& bucket) {
-  if (!bucket.open.number) return false;
+bool Store::flush_locked(uint32_t b, Partition& partition) {
+  if (!partition.open.number) return false;
   blob::Marks marks;
-  marks.fingerprint = bucket.fingerprint;
-  marks.clock = bucket.clock;
-  for (int64_t shard : bucket.open.shards) {
-    auto found = bucket.shards.find(shard);
-    if (found == bucket.shards.end()) {
+  marks.fingerprint = partition.fingerprint;
+  marks.clock = partition.clock;
+  for (int64_t shard : partition.open.shards) {
+    auto found = partition.shards.find(shard);
+    if (found == partition.shards.end()) {
       marks.shards.push_back(blob::Mark{shard, -1, 0});
     } else {
       marks.shards.push_back(blob::Mark{shard, found->second.watermark, found->second.fence});
     }
   }
-  marks.initialised.assign(bucket.open.initialised.begin(), bucket.open.initialised.end());
+  marks.initialised.assign(partition.open.initialised.begin(), partition.open.initialised.end());
   std::vector<Change::Shape> shapes;
   std::vector<Rows*> changed;
   std::vector<std::vector<uint32_t>> orders;
-  for (auto& rows : bucket.rows) {
+  for (auto& rows : partition.rows) {
     if (rows->baseline.empty()) continue;
     changed.push_back(rows.get());
     rows->baseline.sort_keys();
@@ -140,46 +140,46 @@ bool Store::flush_locked(uint32_t b, Bucket& bucket) {
     shapes.push_back(shape);
   }
   Change change(outbox_);
-  change.lay_out(b, bucket.seq, marks, shapes);
+  change.lay_out(b, partition.seq, marks, shapes);
   for (size_t part = 0; part < changed.size(); ++part) {
     fill(change, part, *changed[part], orders[part]);
     changed[part]->baseline.clear();
   }
   change.commit();
-  bucket.open.number = 0;
-  bucket.open.shards.clear();
-  bucket.open.initialised.clear();
+  partition.open.number = 0;
+  partition.open.shards.clear();
+  partition.open.initialised.clear();
   return true;
 }
 
-void Store::flush_if_due(uint32_t b, Bucket& bucket, int64_t now_ns) {
-  if (!bucket.open.number) return;
+void Store::flush_if_due(uint32_t b, Partition& partition, int64_t now_ns) {
+  if (!partition.open.number) return;
   size_t bytes = 0;
-  for (auto& rows : bucket.rows) bytes += rows->baseline.count() * rows->table().record_bytes;
-  if (bytes >= lag_bytes_ || bucket.open.pushes >= lag_pushes_ || now_ns - bucket.open.since_ns >= late_ns_)
-    flush_locked(b, bucket);
+  for (auto& rows : partition.rows) bytes += rows->baseline.count() * rows->table().record_bytes;
+  if (bytes >= lag_bytes_ || partition.open.pushes >= lag_pushes_ || now_ns - partition.open.since_ns >= late_ns_)
+    flush_locked(b, partition);
 }
 
 bool Store::flush(int64_t b) {
-  Bucket& bucket = bucket_at(b);
-  std::lock_guard<std::mutex> hold(bucket.mutex);
-  return flush_locked(uint32_t(b), bucket);
+  Partition& partition = partition_at(b);
+  std::lock_guard<std::mutex> hold(partition.mutex);
+  return flush_locked(uint32_t(b), partition);
 }
 
 Store::Lag Store::lag() {
   Lag out;
-  // Read first: whoever opened one of these holds the bucket's mutex until that can be seen.
+  // Read first: whoever opened one of these holds the partition's mutex until that can be seen.
   out.opened = out.closed = opened_.load();
   const int64_t now_ns = steady_ns();
   int64_t since_ns = now_ns;
-  for (uint32_t b = 0; b < n_buckets_; ++b) {
-    Bucket& bucket = buckets_[b];
-    std::lock_guard<std::mutex> hold(bucket.mutex);
-    if (!bucket.open.number) continue;
-    out.closed = std::min(out.closed, bucket.open.number - 1);
-    ++out.buckets;
-    since_ns = std::min(since_ns, bucket.open.since_ns);
-    for (auto& rows : bucket.rows) {
+  for (uint32_t b = 0; b < n_partitions_; ++b) {
+    Partition& partition = partitions_[b];
+    std::lock_guard<std::mutex> hold(partition.mutex);
+    if (!partition.open.number) continue;
+    out.closed = std::min(out.closed, partition.open.number - 1);
+    ++out.partitions;
+    since_ns = std::min(since_ns, partition.open.since_ns);
+    for (auto& rows : partition.rows) {
       out.rows += rows->baseline.count();
       out.bytes += rows->baseline.count() * rows->table().record_bytes;
     }
@@ -191,17 +191,17 @@ Store::Lag Store::lag() {
 size_t Store::flush_older(double age_s, size_t most) {
   const int64_t before = steady_ns() - int64_t(age_s * 1e9);
   std::vector<std::pair<int64_t, uint32_t>> due;
-  for (uint32_t b = 0; b < n_buckets_; ++b) {
-    std::lock_guard<std::mutex> hold(buckets_[b].mutex);
-    if (buckets_[b].open.number && buckets_[b].open.since_ns <= before)
-      due.emplace_back(buckets_[b].open.since_ns, b);
+  for (uint32_t b = 0; b < n_partitions_; ++b) {
+    std::lock_guard<std::mutex> hold(partitions_[b].mutex);
+    if (partitions_[b].open.number && partitions_[b].open.since_ns <= before)
+      due.emplace_back(partitions_[b].open.since_ns, b);
   }
   std::sort(due.begin(), due.end());
   size_t done = 0;
   for (auto& [since, b] : due) {
     if (done >= most) break;
-    std::lock_guard<std::mutex> hold(buckets_[b].mutex);
-    done += flush_locked(b, buckets_[b]);
+    std::lock_guard<std::mutex> hold(partitions_[b].mutex);
+    done += flush_locked(b, partitions_[b]);
   }
   return done;
 }

@@ -23,10 +23,13 @@ void fetch(const PageSet& pages, uint64_t slot) {
   if (bytes) __builtin_prefetch(at + bytes - 1, 1);
 }
 
-std::string not_member(uint32_t bucket) { return "bucket " + std::to_string(bucket) + " is no member of this mirror"; }
+std::string not_member(uint32_t partition) {
+  return "partition " + std::to_string(partition) + " is no member of this mirror";
+}
 
-uint32_t bucket_arg(const Store& store, int64_t b) {
-  if (b < 0 || b >= int64_t(store.n_buckets())) throw Malformed("bucket " + std::to_string(b) + " does not exist");
+uint32_t partition_arg(const Store& store, int64_t b) {
+  if (b < 0 || b >= int64_t(store.n_partitions()))
+    throw Malformed("partition " + std::to_string(b) + " does not exist");
   return uint32_t(b);
 }
 
@@ -93,15 +96,15 @@ Mirror::Mirror(Store& store, uint64_t id, const std::vector<uint32_t>& members, 
     : store_(store), id_(id), row_(row), gf_(gf_kernels()) {
   for (size_t i = 0; i < members.size(); ++i) {
     Member m;
-    m.bucket = members[i];
+    m.partition = members[i];
     m.weight = gf_weight(row, i);
     members_.push_back(std::move(m));
   }
 }
 
-Mirror::Member* Mirror::member(uint32_t bucket, size_t* index) {
+Mirror::Member* Mirror::member(uint32_t partition, size_t* index) {
   for (size_t i = 0; i < members_.size(); ++i) {
-    if (members_[i].bucket != bucket) continue;
+    if (members_[i].partition != partition) continue;
     if (index) *index = i;
     return &members_[i];
   }
@@ -131,7 +134,7 @@ ApplyResult Mirror::apply(const uint8_t* data, size_t size, bool checked) {
   const Blob b = blob::parse(data, size, [&](uint32_t id) { return &store_.table_of(id); }, checked);
   std::lock_guard<std::mutex> hold(mutex_);
   size_t index = 0;
-  Member* m = member(b.head.bucket, &index);
+  Member* m = member(b.head.partition, &index);
   if (!m) return kNotMember;
   check_slots(index, b);
   if (b.head.kind == blob::kChange) return apply_change(*m, index, b);
@@ -296,15 +299,15 @@ std::vector<MemberState> Mirror::state() {
   std::lock_guard<std::mutex> hold(mutex_);
   std::vector<MemberState> out;
   out.reserve(members_.size());
-  for (const Member& m : members_) out.push_back(MemberState{m.bucket, m.seq, m.stage == kComplete});
+  for (const Member& m : members_) out.push_back(MemberState{m.partition, m.seq, m.stage == kComplete});
   return out;
 }
 
-std::vector<uint8_t> Mirror::marks(uint32_t bucket) {
+std::vector<uint8_t> Mirror::marks(uint32_t partition) {
   std::lock_guard<std::mutex> hold(mutex_);
-  const Member* m = member(bucket);
-  if (!m) throw Malformed(not_member(bucket));
-  return blob::marks_blob(bucket, std::max<int64_t>(m->seq, 0), m->marks.block());
+  const Member* m = member(partition);
+  if (!m) throw Malformed(not_member(partition));
+  return blob::marks_blob(partition, std::max<int64_t>(m->seq, 0), m->marks.block());
 }
 
 size_t Mirror::bytes() {
@@ -317,12 +320,12 @@ size_t Mirror::bytes() {
   return sum;
 }
 
-std::vector<Mirror::Page> Mirror::pages(uint32_t table, uint32_t bucket) {
+std::vector<Mirror::Page> Mirror::pages(uint32_t table, uint32_t partition) {
   const Table& t = store_.table_of(table);
   std::lock_guard<std::mutex> hold(mutex_);
   std::vector<Page> out;
   size_t index = 0;
-  if (t.dense && !member(bucket, &index)) throw Malformed(not_member(bucket));
+  if (t.dense && !member(partition, &index)) throw Malformed(not_member(partition));
   const PageSet* found = pages_if(t, index);
   if (!found) return out;
   const PageSet& pages = *found;
@@ -333,14 +336,16 @@ std::vector<Mirror::Page> Mirror::pages(uint32_t table, uint32_t bucket) {
   return out;
 }
 
-void Mirror::promote(uint32_t bucket) {
+void Mirror::promote(uint32_t partition) {
   std::lock_guard<std::mutex> hold(mutex_);
-  if (!member(bucket)) throw Malformed(not_member(bucket));
+  if (!member(partition)) throw Malformed(not_member(partition));
   if (members_.size() != 1)
     throw Malformed("mirror " + std::to_string(id_) + " has several members: recover it instead");
   const Member& m = members_[0];
-  if (m.stage != kComplete) throw Malformed("the mirror of bucket " + std::to_string(bucket) + " is not complete");
-  if (store_.bucket(bucket).owned) throw Malformed("bucket " + std::to_string(bucket) + " is owned here already");
+  if (m.stage != kComplete)
+    throw Malformed("the mirror of partition " + std::to_string(partition) + " is not complete");
+  if (store_.partition(partition).owned)
+    throw Malformed("partition " + std::to_string(partition) + " is owned here already");
   std::vector<Store::TablePages> pages;
   pages.reserve(pages_.size());
   for (auto& [id, set] : pages_) pages.emplace_back(&set->table(), set->give_up());
@@ -348,7 +353,7 @@ void Mirror::promote(uint32_t bucket) {
   const blob::Marks marks = m.marks.block();
   const int64_t seq = m.seq;
   members_.clear();
-  store_.adopt(bucket, std::move(pages), marks, seq);
+  store_.adopt(partition, std::move(pages), marks, seq);
 }
 
 // ---------------------------------------------------------------- Mirrors
@@ -356,13 +361,13 @@ void Mirror::promote(uint32_t bucket) {
 void Mirrors::make(uint64_t id, const std::vector<int64_t>& members, int row) {
   if (members.empty() || members.size() > kMostMembers) throw Malformed("a mirror has 1 to 16 members");
   if (row != 0 && row != 1) throw Malformed("row " + std::to_string(row) + " of a mirror is neither 0 nor 1");
-  std::vector<uint32_t> buckets;
+  std::vector<uint32_t> partitions;
   for (int64_t b : members) {
     if (std::count(members.begin(), members.end(), b) > 1)
-      throw Malformed("bucket " + std::to_string(b) + " is a member twice");
-    buckets.push_back(bucket_arg(store_, b));
+      throw Malformed("partition " + std::to_string(b) + " is a member twice");
+    partitions.push_back(partition_arg(store_, b));
   }
-  auto made = std::make_shared<Mirror>(store_, id, buckets, row);
+  auto made = std::make_shared<Mirror>(store_, id, partitions, row);
   std::lock_guard<std::mutex> hold(mutex_);
   if (!mirrors_.try_emplace(id, std::move(made)).second)
     throw Malformed("mirror " + std::to_string(id) + " exists already");
@@ -393,17 +398,17 @@ std::shared_ptr<Mirror> Mirrors::get(uint64_t id) {
   return found->second;
 }
 
-void Mirrors::promote(uint64_t id, int64_t bucket) {
-  get(id)->promote(bucket_arg(store_, bucket));
+void Mirrors::promote(uint64_t id, int64_t partition) {
+  get(id)->promote(partition_arg(store_, partition));
   drop(id);
 }
 
 std::vector<uint32_t> Mirrors::missing(int64_t b, uint32_t table, const int64_t* keys, size_t n) {
   const Table& t = store_.table_of(table);
-  Bucket& bucket = store_.bucket(bucket_arg(store_, b));
+  Partition& partition = store_.partition(partition_arg(store_, b));
   std::vector<uint32_t> out;
-  std::lock_guard<std::mutex> hold(bucket.mutex);
-  const Rows& rows = *bucket.rows[t.index];
+  std::lock_guard<std::mutex> hold(partition.mutex);
+  const Rows& rows = *partition.rows[t.index];
   if (!rows.recovering()) return out;
   for (size_t i = 0; i < n; ++i) {
     const uint32_t slot = rows.find(keys[i], key_hash(keys[i], t.salt));
@@ -418,13 +423,13 @@ std::vector<std::pair<uint32_t, uint32_t>> Mirrors::missing_all(uint32_t table, 
   const Table& t = store_.table_of(table);
   std::vector<std::pair<uint32_t, uint32_t>> out;
   for (size_t i = 0; i < n;) {
-    const uint32_t b = bucket_of(key_hash(keys[i], t.salt), store_.n_buckets());
-    Bucket& bucket = store_.bucket(b);
-    std::lock_guard<std::mutex> hold(bucket.mutex);
-    const Rows& rows = *bucket.rows[t.index];
+    const uint32_t b = partition_of(key_hash(keys[i], t.salt), store_.n_partitions());
+    Partition& partition = store_.partition(b);
+    std::lock_guard<std::mutex> hold(partition.mutex);
+    const Rows& rows = *partition.rows[t.index];
     for (; i < n; ++i) {
       const uint64_t hash = key_hash(keys[i], t.salt);
-      if (bucket_of(hash, store_.n_buckets()) != b) break;
+      if (partition_of(hash, store_.n_partitions()) != b) break;
       const uint32_t slot = rows.recovering() ? rows.find(keys[i], hash) : Rows::kNone;
       if (slot != Rows::kNone && rows.absent(slot)) out.emplace_back(b, slot);
     }

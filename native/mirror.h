@@ -1,6 +1,6 @@
-// Mirrors: what this ps keeps of buckets that live at other ps, so that they can live on here.
+// Mirrors: what this ps keeps of partitions that live at other ps, so that they can live on here.
 //
-// A mirror of k member buckets has, per table, pages whose bytes are the sum over the members of weight * page in
+// A mirror of k member partitions has, per table, pages whose bytes are the sum over the members of weight * page in
 // GF(2^8) (weight 1 in row 0, 2^i for member i in row 1), and each member's marks as a plain copy. It is built by
 // *sweeping*: the member's owner sends contents (HEADS, BODIES) of slot ranges in order, in the same stream as the
 // differences (CHANGE); a difference of a slot that the sweep has not covered yet is dropped, its contents are still to
@@ -10,12 +10,12 @@
 // To *recover* lost members (recover.cpp), R, the pages as they are when it begins, has the surviving members folded
 // out of it: their contents are added once more, which cancels them; where a survivor has not been folded yet, its
 // differences go on to be applied to R too. R is copied page by page, on write (`Remainder`). What remains is weight *
-// lost bucket, or, of two lost buckets, one of two equations; the other one comes from the mirror of the other row.
-// Heads (which rows there are) come first; from then on the bucket is owned here and serves every row that is already
-// back, and the others can be asked for by their slots.
+// lost partition, or, of two lost partitions, one of two equations; the other one comes from the mirror of the other
+// row. Heads (which rows there are) come first; from then on the partition is owned here and serves every row that is
+// already back, and the others can be asked for by their slots.
 //
-// Lock order: a mirror's mutex > a bucket's mutex > the outbox's and the pool's mutex. The mutex of the list of mirrors
-// is held alone. Nothing here may be called with a bucket's mutex held.
+// Lock order: a mirror's mutex > a partition's mutex > the outbox's and the pool's mutex. The mutex of the list of
+// mirrors is held alone. Nothing here may be called with a partition's mutex held.
 #pragma once
 #include <cstdint>
 #include <map>
@@ -28,7 +28,7 @@
 #include <vector>
 
 #include "blob.h"
-#include "bucket.h"
+#include "partition.h"
 #include "gf256.h"
 #include "pool.h"
 #include "table.h"
@@ -137,13 +137,13 @@ struct MemberMarks {
 };
 
 struct MemberState {
-  uint32_t bucket;
+  uint32_t partition;
   int64_t seq;  // -1: nothing yet
   bool complete;
 };
 
 struct RecoverState {
-  uint32_t bucket;
+  uint32_t partition;
   bool heads_done, bodies_done;
   uint64_t slots_present, slots_total;
 };
@@ -156,16 +156,16 @@ class Mirror {
   // `checked`: the caller did, and the bytes are as they were sealed.
   ApplyResult apply(const uint8_t* data, size_t size, bool checked = false);
   std::vector<MemberState> state();
-  std::vector<uint8_t> marks(uint32_t bucket);
+  std::vector<uint8_t> marks(uint32_t partition);
   size_t bytes();
   struct Page {
     uint32_t number;
     std::string bytes;
   };
   // Of a dense table: that member's.
-  std::vector<Page> pages(uint32_t table, uint32_t bucket);
-  // The pages become the bucket, which is owned here then; nothing is left here.
-  void promote(uint32_t bucket);
+  std::vector<Page> pages(uint32_t table, uint32_t partition);
+  // The pages become the partition, which is owned here then; nothing is left here.
+  void promote(uint32_t partition);
 
   // `here`: those of the lost members that are to live here. After all lost members' mirrors were levelled.
   void recover_begin(const std::vector<uint32_t>& lost, const std::vector<uint32_t>& here);
@@ -188,7 +188,7 @@ class Mirror {
     bool dropped = false;            // a difference was left to contents that are still to come
   };
   struct Member {
-    uint32_t bucket = 0;
+    uint32_t partition = 0;
     uint8_t weight = 1;
     Stage stage = kEmpty;
     int64_t seq = -1;
@@ -202,11 +202,11 @@ class Mirror {
     const Table& table;
     Remainder r;
     PageSet other;
-    const uint64_t slots;             // beyond, no lost bucket has a row
+    const uint64_t slots;             // beyond, no lost partition has a row
     std::vector<uint64_t> heads;      // [member] folded below; at the first lost: of the other row
     std::vector<uint16_t> bodies;     // [slot] bit i: member i is folded; at the first lost: the other row is here
     std::vector<uint8_t> seen, left;  // [member] sent bodies; has differences that only its contents will cancel
-    std::vector<uint64_t> wanted;     // bit per slot: used in a lost bucket; empty until heads are done
+    std::vector<uint64_t> wanted;     // bit per slot: used in a lost partition; empty until heads are done
   };
   struct Lost {
     size_t member = 0;
@@ -222,7 +222,7 @@ class Mirror {
     std::map<uint32_t, RecoverTable> tables;
   };
 
-  Member* member(uint32_t bucket, size_t* index = nullptr);
+  Member* member(uint32_t partition, size_t* index = nullptr);
   // A table's pages, or, of a dense table, one member's.
   static uint64_t pages_id(const Table& table, size_t index) {
     return uint64_t(table.id) << 8 | (table.dense ? index + 1 : 0);
@@ -250,7 +250,7 @@ class Mirror {
     return (table.bodies[slot] & recovery_->survivors) == recovery_->survivors;
   }
   void heads_if_ready();
-  // Puts rows that are whole now into their buckets: slots [lo, hi), or those listed.
+  // Puts rows that are whole now into their partitions: slots [lo, hi), or those listed.
   void install(RecoverTable& table, uint64_t lo, uint64_t hi, const std::vector<uint32_t>* listed);
   // Gives pages back of which nobody needs what is left: all of [lo, hi) is installed.
   void let_go(RecoverTable& table, uint64_t lo, uint64_t hi);
@@ -293,11 +293,11 @@ class Mirrors {
   std::vector<uint64_t> ids();
   // Throws Malformed if there is none.
   std::shared_ptr<Mirror> get(uint64_t id);
-  void promote(uint64_t id, int64_t bucket);
+  void promote(uint64_t id, int64_t partition);
   size_t bytes();
-  // Slots of those of these rows of a bucket that is being recovered that are not here yet, ascending.
-  std::vector<uint32_t> missing(int64_t bucket, uint32_t table, const int64_t* keys, size_t n);
-  // The same for keys of any buckets that are here: (bucket, slot), in the order of the keys.
+  // Slots of those of these rows of a partition that is being recovered that are not here yet, ascending.
+  std::vector<uint32_t> missing(int64_t partition, uint32_t table, const int64_t* keys, size_t n);
+  // The same for keys of any partitions that are here: (partition, slot), in the order of the keys.
   std::vector<std::pair<uint32_t, uint32_t>> missing_all(uint32_t table, const int64_t* keys, size_t n);
 
  private:

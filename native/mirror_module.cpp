@@ -46,10 +46,10 @@ Mirrors& mirrors(Store& s) {
   return *s.mirrors;
 }
 
-std::vector<uint32_t> buckets_arg(const std::vector<int64_t>& buckets) {
+std::vector<uint32_t> partitions_arg(const std::vector<int64_t>& partitions) {
   std::vector<uint32_t> out;
-  for (int64_t b : buckets) {
-    if (b < 0 || b > 0xffffffffLL) malformed("bucket " + std::to_string(b) + " does not exist");
+  for (int64_t b : partitions) {
+    if (b < 0 || b > 0xffffffffLL) malformed("partition " + std::to_string(b) + " does not exist");
     out.push_back(uint32_t(b));
   }
   return out;
@@ -63,7 +63,7 @@ int apply(Store& s, uint64_t id, nb::handle blob) {
   return mirrors(s).get(id)->apply(bytes.data(), bytes.size());
 }
 
-// One call for a whole message: a Python loop over the blobs of 64 buckets would cost more than applying them.
+// One call for a whole message: a Python loop over the blobs of 64 partitions would cost more than applying them.
 nb::ndarray<nb::numpy, int32_t> apply_many(Store& s, const Input& ids, const Input& offsets, const Input& lengths,
                                            nb::handle data) {
   const int64_t* id = vec<int64_t>(ids, "ids");
@@ -97,29 +97,29 @@ nb::ndarray<nb::numpy, int32_t> apply_many(Store& s, const Input& ids, const Inp
 
 std::vector<std::tuple<uint32_t, int64_t, bool>> state(Store& s, uint64_t id) {
   std::vector<std::tuple<uint32_t, int64_t, bool>> out;
-  for (const MemberState& m : mirrors(s).get(id)->state()) out.emplace_back(m.bucket, m.seq, m.complete);
+  for (const MemberState& m : mirrors(s).get(id)->state()) out.emplace_back(m.partition, m.seq, m.complete);
   return out;
 }
 
-nb::bytes marks(Store& s, uint64_t id, int64_t bucket) {
+nb::bytes marks(Store& s, uint64_t id, int64_t partition) {
   std::vector<uint8_t> out;
   {
     nb::gil_scoped_release free;
-    out = mirrors(s).get(id)->marks(buckets_arg({bucket})[0]);
+    out = mirrors(s).get(id)->marks(partitions_arg({partition})[0]);
   }
   return to_bytes(out);
 }
 
-nb::list pages(Store& s, uint64_t id, int64_t table, int64_t bucket) {
+nb::list pages(Store& s, uint64_t id, int64_t table, int64_t partition) {
   nb::list out;
-  for (const Mirror::Page& page : mirrors(s).get(id)->pages(table_arg(table), buckets_arg({bucket})[0]))
+  for (const Mirror::Page& page : mirrors(s).get(id)->pages(table_arg(table), partitions_arg({partition})[0]))
     out.append(nb::make_tuple(page.number, nb::bytes(page.bytes.data(), page.bytes.size())));
   return out;
 }
 
 void recover_begin(Store& s, uint64_t id, const std::vector<int64_t>& lost,
                    const std::optional<std::vector<int64_t>>& here) {
-  mirrors(s).get(id)->recover_begin(buckets_arg(lost), buckets_arg(here ? *here : lost));
+  mirrors(s).get(id)->recover_begin(partitions_arg(lost), partitions_arg(here ? *here : lost));
 }
 
 int recover_fold(Store& s, uint64_t id, nb::handle blob) {
@@ -142,7 +142,7 @@ nb::dict recover_state(Store& s, uint64_t id) {
   }
   nb::dict out;
   for (const RecoverState& r : states)
-    out[nb::int_(r.bucket)] = nb::make_tuple(r.heads_done, r.bodies_done, r.slots_present, r.slots_total);
+    out[nb::int_(r.partition)] = nb::make_tuple(r.heads_done, r.bodies_done, r.slots_present, r.slots_total);
   return out;
 }
 
@@ -169,14 +169,14 @@ nb::bytes emit_recovering_slots(Store& s, uint64_t id, int64_t table, const Inpu
   return to_bytes(out);
 }
 
-nb::ndarray<nb::numpy, uint32_t> missing(Store& s, int64_t bucket, int64_t table, const Input& keys) {
+nb::ndarray<nb::numpy, uint32_t> missing(Store& s, int64_t partition, int64_t table, const Input& keys) {
   const int64_t* k = vec<int64_t>(keys, "keys");
   const uint32_t t = table_arg(table);
   const size_t n = keys.shape(0);
   std::vector<uint32_t> out;
   {
     nb::gil_scoped_release free;
-    out = mirrors(s).missing(bucket, t, k, n);
+    out = mirrors(s).missing(partition, t, k, n);
   }
   return own_vector(std::move(out));
 }
@@ -191,7 +191,7 @@ nb::list missing_all(Store& s, int64_t table, const Input& keys) {
     found = mirrors(s).missing_all(t, k, n);
   }
   nb::list out;
-  for (auto& [bucket, slot] : found) out.append(nb::make_tuple(bucket, slot));
+  for (auto& [partition, slot] : found) out.append(nb::make_tuple(partition, slot));
   return out;
 }
 
@@ -240,13 +240,13 @@ void bind_mirror(nb::class_<Store>& store) {
       .def("mirror_apply_many", &apply_many, nb::arg("ids").noconvert(), nb::arg("offsets").noconvert(),
            nb::arg("lengths").noconvert(), nb::arg("data"))
       .def("mirror_state", &state, nb::arg("id"), free_gil())
-      .def("mirror_marks", &marks, nb::arg("id"), nb::arg("bucket"))
+      .def("mirror_marks", &marks, nb::arg("id"), nb::arg("partition"))
       .def(
           "mirror_bytes", [](Store& s, uint64_t id) { return mirrors(s).get(id)->bytes(); }, nb::arg("id"), free_gil())
-      .def("mirror_pages", &pages, nb::arg("id"), nb::arg("table"), nb::arg("bucket") = 0)
+      .def("mirror_pages", &pages, nb::arg("id"), nb::arg("table"), nb::arg("partition") = 0)
       .def(
-          "promote", [](Store& s, uint64_t id, int64_t bucket) { mirrors(s).promote(id, bucket); }, nb::arg("id"),
-          nb::arg("bucket"), free_gil())
+          "promote", [](Store& s, uint64_t id, int64_t partition) { mirrors(s).promote(id, partition); }, nb::arg("id"),
+          nb::arg("partition"), free_gil())
       .def("recover_begin", &recover_begin, nb::arg("id"), nb::arg("lost"), nb::arg("here").none() = nb::none(),
            free_gil())
       .def("recover_fold", &recover_fold, nb::arg("id"), nb::arg("blob"))
@@ -260,7 +260,7 @@ void bind_mirror(nb::class_<Store>& store) {
       .def("emit_recovering_slots", &emit_recovering_slots, nb::arg("id"), nb::arg("table"),
            nb::arg("slots").noconvert())
       .def("missing_all", &missing_all, nb::arg("table"), nb::arg("keys").noconvert())
-      .def("missing", &missing, nb::arg("bucket"), nb::arg("table"), nb::arg("keys").noconvert());
+      .def("missing", &missing, nb::arg("partition"), nb::arg("table"), nb::arg("keys").noconvert());
 }
 
 void bind_gf256(nb::module_& m) {

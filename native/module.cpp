@@ -99,27 +99,27 @@ bool store_declare(Store& s, int64_t table, int64_t dim, int optimizer, nb::dict
 }
 
 nb::object store_open(Store& s, int64_t shard, int64_t start, int64_t lease) {
-  std::vector<int32_t> buckets;
+  std::vector<int32_t> partitions;
   std::vector<int64_t> marks;
   bool ok;
   {
     nb::gil_scoped_release free;
-    ok = s.open(shard, start, lease, buckets, marks);
+    ok = s.open(shard, start, lease, partitions, marks);
   }
   if (!ok) return nb::none();
-  return nb::make_tuple(own_vector(std::move(buckets)), own_vector(std::move(marks)));
+  return nb::make_tuple(own_vector(std::move(partitions)), own_vector(std::move(marks)));
 }
 
 nb::object store_watermarks(Store& s, int64_t shard) {
-  std::vector<int32_t> buckets;
+  std::vector<int32_t> partitions;
   std::vector<int64_t> marks;
   bool ok;
   {
     nb::gil_scoped_release free;
-    ok = s.watermarks(shard, buckets, marks);
+    ok = s.watermarks(shard, partitions, marks);
   }
   if (!ok) return nb::none();
-  return nb::make_tuple(own_vector(std::move(buckets)), own_vector(std::move(marks)));
+  return nb::make_tuple(own_vector(std::move(partitions)), own_vector(std::move(marks)));
 }
 
 void store_pull(Store& s, int64_t table, const Input& keys, const Output& out) {
@@ -157,7 +157,7 @@ void options_of(nb::handle given, PushPart& part) {
   part.has_options = true;
 }
 
-nb::tuple store_push(Store& s, nb::handle spans, const nb::bytes& buckets, const nb::list& parts, uint32_t now_s,
+nb::tuple store_push(Store& s, nb::handle spans, const nb::bytes& partitions, const nb::list& parts, uint32_t now_s,
                      int64_t step) {
   const std::vector<Span> consumed = spans_of(spans);
   std::vector<PushPart> work;
@@ -182,14 +182,14 @@ nb::tuple store_push(Store& s, nb::handle spans, const nb::bytes& buckets, const
     alive.push_back(std::move(keys));
     alive.push_back(std::move(grads));
   }
-  const std::string bitmap = bytes_of(buckets);
+  const std::string bitmap = bytes_of(partitions);
   PushOutcome out;
   {
     nb::gil_scoped_release free;
     out = s.push(consumed, bitmap, work, now_s, step);
   }
   return nb::make_tuple(out.applied, out.repeats, out.gap, out.fenced, out.nonfinite,
-                        nb::bytes(out.buckets.data(), out.buckets.size()), out.moved);
+                        nb::bytes(out.partitions.data(), out.partitions.size()), out.moved);
 }
 
 // The parts of a request (messages.Part) whose arrays lie in `memory`. With the GIL; every bound is checked.
@@ -249,7 +249,7 @@ nb::tuple store_push_at(Store& s, nb::handle spans, nb::handle parts, nb::handle
     out = s.push(consumed, {}, work, now_s, step);
   }
   return nb::make_tuple(out.applied, out.repeats, out.gap, out.fenced, out.nonfinite,
-                        nb::bytes(out.buckets.data(), out.buckets.size()), out.moved);
+                        nb::bytes(out.partitions.data(), out.partitions.size()), out.moved);
 }
 
 int64_t store_put_absent(Store& s, int64_t table, const Input& keys, const Input& rows, uint32_t now_s) {
@@ -284,7 +284,7 @@ void store_locate(Store& s, int64_t table, const Input& keys, const Output& slot
   s.locate(id, k, n, to);
 }
 
-nb::tuple store_scan(Store& s, int64_t table, int64_t bucket, int64_t slot, int64_t limit, bool with_state) {
+nb::tuple store_scan(Store& s, int64_t table, int64_t partition, int64_t slot, int64_t limit, bool with_state) {
   if (limit < 1) malformed("limit must be positive");
   const uint32_t id = table_arg(table);
   const size_t dim = s.dim_of(id), width = with_state ? s.state_of(id) : 0;
@@ -294,20 +294,20 @@ nb::tuple store_scan(Store& s, int64_t table, int64_t bucket, int64_t slot, int6
   size_t n;
   {
     nb::gil_scoped_release free;
-    const size_t count = s.count(id, bucket);
+    const size_t count = s.count(id, partition);
     // Rows made between here and the copy are found by the next piece.
     const size_t most = std::max<size_t>(std::min<size_t>(size_t(limit), count), 1);
     keys.resize(most);
     values.resize(most * dim);
     state.resize(most * width);
-    n = s.scan(id, bucket, slot, most, keys.data(), values.data(), width ? state.data() : nullptr, next);
+    n = s.scan(id, partition, slot, most, keys.data(), values.data(), width ? state.data() : nullptr, next);
   }
   nb::object held = with_state ? nb::cast(own_array(std::move(state), {n, width})) : nb::none();
   return nb::make_tuple(own_array(std::move(keys), {n}), own_array(std::move(values), {n, dim}), held, next);
 }
 
 nb::ndarray<nb::numpy, uint64_t> store_fingerprints(Store& s) {
-  std::vector<uint64_t> out(s.n_buckets());
+  std::vector<uint64_t> out(s.n_partitions());
   {
     nb::gil_scoped_release free;
     s.fingerprints(out.data());
@@ -331,20 +331,20 @@ nb::dict store_counts(Store& s) {
   return out;
 }
 
-nb::tuple route(const Input& ids, int64_t n_buckets, int64_t table, const Input& bucket_ps, int64_t n_ps) {
+nb::tuple route(const Input& ids, int64_t n_partitions, int64_t table, const Input& partition_ps, int64_t n_ps) {
   const int64_t* i = vec<int64_t>(ids, "ids");
-  const int32_t* ps = vec<int32_t>(bucket_ps, "bucket_ps");
-  if (n_buckets < 1 || n_buckets > 4096 || bucket_ps.shape(0) != size_t(n_buckets))
-    malformed("bucket_ps must have one entry per bucket, of at most 4096");
+  const int32_t* ps = vec<int32_t>(partition_ps, "partition_ps");
+  if (n_partitions < 1 || n_partitions > 4096 || partition_ps.shape(0) != size_t(n_partitions))
+    malformed("partition_ps must have one entry per partition, of at most 4096");
   const size_t n = ids.shape(0);
   if (n >= (size_t(1) << 31)) malformed("too many ids in one batch");
   int32_t top = -1;
-  for (int64_t b = 0; b < n_buckets; ++b) {
-    if (ps[b] < 0) malformed("bucket_ps must not be negative");
+  for (int64_t b = 0; b < n_partitions; ++b) {
+    if (ps[b] < 0) malformed("partition_ps must not be negative");
     top = std::max(top, ps[b]);
   }
   if (n_ps < 0) n_ps = int64_t(top) + 1;
-  if (n_ps <= top || n_ps > 65536) malformed("bucket_ps must be below n_ps");
+  if (n_ps <= top || n_ps > 65536) malformed("partition_ps must be below n_ps");
   const uint32_t id = table_arg(table);
   std::vector<int64_t> keys, counts;
   std::vector<int32_t> inverse;
@@ -352,7 +352,7 @@ nb::tuple route(const Input& ids, int64_t n_buckets, int64_t table, const Input&
     nb::gil_scoped_release free;
     counts.resize(size_t(n_ps));
     inverse.resize(n);
-    unique_route(i, n, uint32_t(n_buckets), id, ps, uint32_t(n_ps), keys, inverse.data(), counts.data());
+    unique_route(i, n, uint32_t(n_partitions), id, ps, uint32_t(n_ps), keys, inverse.data(), counts.data());
   }
   return nb::make_tuple(own_vector(std::move(keys)), own_vector(std::move(inverse)), own_vector(std::move(counts)));
 }
@@ -368,8 +368,8 @@ void gather_rows(const Input& rows, const Input& inverse, const Output& out) {
   row_kernels().gather(r, inv, n, dim, o, stride);
 }
 
-// Rows of several pieces of memory, as if they stood one behind the other: piece i begins at row starts[i], and what its
-// last row lacks is zero.
+// Rows of several pieces of memory, as if they stood one behind the other: piece i begins at row starts[i], and what
+// its last row lacks is zero.
 void gather_pieces(const std::vector<Input>& pieces, const Input& starts, const Input& index, const Output& out) {
   const int64_t* begins = vec<int64_t>(starts, "starts");
   const int32_t* at = vec<int32_t>(index, "index");
@@ -482,14 +482,14 @@ NB_MODULE(_native, m) {
   store
       .def(
           "__init__",
-          [](Store* self, int64_t n_buckets, uint64_t seed) {
-            if (n_buckets < 1 || n_buckets > 4096) malformed("n_buckets must be in 1..4096");
-            new (self) Store(uint32_t(n_buckets), seed);
+          [](Store* self, int64_t n_partitions, uint64_t seed) {
+            if (n_partitions < 1 || n_partitions > 4096) malformed("n_partitions must be in 1..4096");
+            new (self) Store(uint32_t(n_partitions), seed);
           },
-          nb::arg("n_buckets"), nb::arg("seed"))
-      .def_prop_ro("n_buckets", &Store::n_buckets)
+          nb::arg("n_partitions"), nb::arg("seed"))
+      .def_prop_ro("n_partitions", &Store::n_partitions)
       .def("n_tables", &Store::n_tables)
-      .def("own", &Store::own, nb::arg("buckets"))
+      .def("own", &Store::own, nb::arg("partitions"))
       .def("owned", &Store::owned)
       .def("_declare", &store_declare)
       .def(
@@ -508,7 +508,7 @@ NB_MODULE(_native, m) {
       .def("release", &Store::release, nb::arg("shards"), nb::call_guard<nb::gil_scoped_release>())
       .def("watermarks", &store_watermarks, nb::arg("shard"))
       .def("shards", &Store::shards, nb::call_guard<nb::gil_scoped_release>())
-      .def("scan", &store_scan, nb::arg("table"), nb::arg("bucket"), nb::arg("slot"), nb::arg("limit"),
+      .def("scan", &store_scan, nb::arg("table"), nb::arg("partition"), nb::arg("slot"), nb::arg("limit"),
            nb::arg("state") = false)
       .def("fingerprints", &store_fingerprints)
       .def(
@@ -516,12 +516,13 @@ NB_MODULE(_native, m) {
       .def("initialised", &Store::initialised)
       .def(
           "expire",
-          [](Store& s, int64_t bucket, uint32_t now_s, uint32_t max_slots) {
+          [](Store& s, int64_t partition, uint32_t now_s, uint32_t max_slots) {
             bool round = false;
-            const size_t freed = s.expire(bucket, now_s, max_slots, round);
+            const size_t freed = s.expire(partition, now_s, max_slots, round);
             return std::make_pair(freed, round);
           },
-          nb::arg("bucket"), nb::arg("now_s"), nb::arg("max_slots") = 65536, nb::call_guard<nb::gil_scoped_release>())
+          nb::arg("partition"), nb::arg("now_s"), nb::arg("max_slots") = 65536,
+          nb::call_guard<nb::gil_scoped_release>())
       .def("_set_limit", &Store::set_limit)
       .def("used_bytes", &Store::used_bytes)
       .def("_counts", &store_counts);
@@ -532,8 +533,8 @@ NB_MODULE(_native, m) {
   bind_group(m);
   bind_span_copier(m);
 
-  m.def("unique_route", &route, nb::arg("ids").noconvert(), nb::arg("n_buckets"), nb::arg("table_id"),
-        nb::arg("bucket_ps").noconvert(), nb::arg("n_ps") = -1);
+  m.def("unique_route", &route, nb::arg("ids").noconvert(), nb::arg("n_partitions"), nb::arg("table_id"),
+        nb::arg("partition_ps").noconvert(), nb::arg("n_ps") = -1);
   m.def("gather_rows", &gather_rows, nb::arg("rows").noconvert(), nb::arg("inverse").noconvert(),
         nb::arg("out").noconvert());
   m.def("gather_pieces", &gather_pieces, nb::arg("pieces").noconvert(), nb::arg("starts").noconvert(),

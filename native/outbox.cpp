@@ -20,10 +20,10 @@ std::shared_ptr<Outbox::Chunk> Outbox::fresh(size_t bytes) {
   return chunk;
 }
 
-Outbox::Slot Outbox::reserve(uint32_t bucket, int64_t seq, int kind, size_t bytes) {
+Outbox::Slot Outbox::reserve(uint32_t partition, int64_t seq, int kind, size_t bytes) {
   std::lock_guard<std::mutex> hold(mutex_);
   if (!open_ || open_->size - open_->used < bytes) open_ = fresh(bytes);
-  entries_.push_back(Entry{bucket, seq, kind, open_, open_->used, bytes, false});
+  entries_.push_back(Entry{partition, seq, kind, open_, open_->used, bytes, false});
   uint8_t* at = open_->data.get() + open_->used;
   open_->used += bytes;
   bytes_ += bytes;
@@ -53,7 +53,7 @@ Outbox::Taken Outbox::take(size_t max_bytes) {
       out.chunk = e.chunk;
       out.data = e.chunk->data.get() + e.offset;
     }
-    out.entries.push_back(Sent{e.bucket, e.seq, e.kind, out.bytes, e.length});
+    out.entries.push_back(Sent{e.partition, e.seq, e.kind, out.bytes, e.length});
     out.bytes += e.length;
     bytes_ -= e.length;
     entries_.pop_front();

@@ -1,7 +1,7 @@
-// What the sender has still to send: blobs in the order of their tickets, each bucket's in the order of its seq.
+// What the sender has still to send: blobs in the order of their tickets, each partition's in the order of its seq.
 //
-// An entry is reserved (under the bucket's mutex, which gives the order), filled in place, then committed; it leaves
-// only when all before it are committed. Thread-safe. Lock order: a bucket's mutex > this one.
+// An entry is reserved (under the partition's mutex, which gives the order), filled in place, then committed; it leaves
+// only when all before it are committed. Thread-safe. Lock order: a partition's mutex > this one.
 #pragma once
 #include <condition_variable>
 #include <cstdint>
@@ -20,7 +20,7 @@ class Outbox {
     size_t bytes = 0;
   };
   struct Sent {
-    uint32_t bucket;
+    uint32_t partition;
     int64_t seq;
     int kind;
     size_t offset, length;  // within Taken::data
@@ -41,7 +41,7 @@ class Outbox {
   };
 
   // Memory for one entry; throws std::bad_alloc. Must be committed.
-  Slot reserve(uint32_t bucket, int64_t seq, int kind, size_t bytes);
+  Slot reserve(uint32_t partition, int64_t seq, int kind, size_t bytes);
   // Seals it with its checksum: the bytes are in the cache still, and nobody waits for them but who goes on to the
   // mirrors.
   void commit(const Slot& slot);
@@ -57,7 +57,7 @@ class Outbox {
 
  private:
   struct Entry {
-    uint32_t bucket;
+    uint32_t partition;
     int64_t seq;
     int kind;
     std::shared_ptr<Chunk> chunk;

@@ -29,9 +29,9 @@ bool bit(const std::string& bitmap, uint32_t b) {
 void set_bit(std::string& bitmap, uint32_t b) { bitmap[b >> 3] = char(uint8_t(bitmap[b >> 3]) | 1u << (b & 7)); }
 
 struct Run {
-  uint32_t bucket;
+  uint32_t partition;
   size_t begin, end;
-  uint64_t epoch;  // of the bucket's rows when the slots were looked up
+  uint64_t epoch;  // of the partition's rows when the slots were looked up
 };
 
 // All that a push consumes of one shard: its spans, which follow each other.
@@ -75,36 +75,36 @@ struct PartWork {
   Optimizer other;                       // with the part's options
   const Optimizer* optimizer = nullptr;  // that, or the table's
   std::vector<uint64_t> hashes;
-  std::vector<uint32_t> buckets;
+  std::vector<uint32_t> partitions;
   std::vector<uint32_t> slots;
   std::vector<Run> runs;
-  std::vector<uint32_t> made;       // places in `keys` of the rows made in the bucket at hand
-  Running* running = nullptr;       // of the bucket at hand; null: the gradients are applied by themselves
+  std::vector<uint32_t> made;       // places in `keys` of the rows made in the partition at hand
+  Running* running = nullptr;       // of the partition at hand; null: the gradients are applied by themselves
   bool by_gradients = false;        // the change says which gradients were applied
-  uint8_t* difference = nullptr;    // of the record of the key at the run's begin, for the bucket at hand
-  std::vector<Sighting> sightings;  // in the bucket at hand, as are the next
+  uint8_t* difference = nullptr;    // of the record of the key at the run's begin, for the partition at hand
+  std::vector<Sighting> sightings;  // in the partition at hand, as are the next
   size_t updated = 0;
   size_t cursor = 0;
   size_t missing = 0;  // keys without a row yet
 
-  Run at_hand{};  // of the bucket at hand; empty if it has no rows of this part
+  Run at_hand{};  // of the partition at hand; empty if it has no rows of this part
 
-  Run* at(uint32_t bucket) {
-    while (cursor < runs.size() && runs[cursor].bucket < bucket) ++cursor;
-    return cursor < runs.size() && runs[cursor].bucket == bucket ? &runs[cursor] : nullptr;
+  Run* at(uint32_t partition) {
+    while (cursor < runs.size() && runs[cursor].partition < partition) ++cursor;
+    return cursor < runs.size() && runs[cursor].partition == partition ? &runs[cursor] : nullptr;
   }
 };
 
-// Rows of one part in one bucket: looked up or updated while the next piece's lines are on their way. `nth`: of those
-// that are updated.
+// Rows of one part in one partition: looked up or updated while the next piece's lines are on their way. `nth`: of
+// those that are updated.
 struct Piece {
   size_t part, begin, end, nth;
 };
 
-void turn_to(std::vector<PartWork>& works, size_t n_parts, uint32_t bucket) {
+void turn_to(std::vector<PartWork>& works, size_t n_parts, uint32_t partition) {
   for (size_t p = 0; p < n_parts; ++p) {
-    const Run* run = works[p].at(bucket);
-    works[p].at_hand = run ? *run : Run{bucket, 0, 0, 0};
+    const Run* run = works[p].at(partition);
+    works[p].at_hand = run ? *run : Run{partition, 0, 0, 0};
   }
 }
 
@@ -155,9 +155,9 @@ void check_missing_unique(const PartWork& work) {
 }
 
 // False: rows of these keys, or what was counted of them, are being rebuilt.
-bool all_here(const PartWork& work, const Bucket& bucket, size_t begin, size_t end) {
-  const Rows& rows = *bucket.rows[work.table->index];
-  const Rows* waiting = work.table->candidates ? bucket.rows[work.table->candidates->index].get() : nullptr;
+bool all_here(const PartWork& work, const Partition& partition, size_t begin, size_t end) {
+  const Rows& rows = *partition.rows[work.table->index];
+  const Rows* waiting = work.table->candidates ? partition.rows[work.table->candidates->index].get() : nullptr;
   for (size_t i = begin; rows.recovering() && i < end; ++i) {
     if (work.slots[i] != Rows::kNone && rows.absent(work.slots[i])) return false;
   }
@@ -170,7 +170,7 @@ bool all_here(const PartWork& work, const Bucket& bucket, size_t begin, size_t e
 }
 
 // How many of the missing keys of the run at hand get a row, and how many become candidates.
-void count_new(const PartWork& work, const Bucket& bucket, size_t& rows, size_t& candidates) {
+void count_new(const PartWork& work, const Partition& partition, size_t& rows, size_t& candidates) {
   rows = candidates = 0;
   for (size_t i = work.at_hand.begin; work.missing && i < work.at_hand.end; ++i) {
     if (work.slots[i] != Rows::kNone) continue;
@@ -178,7 +178,7 @@ void count_new(const PartWork& work, const Bucket& bucket, size_t& rows, size_t&
       ++rows;
       continue;
     }
-    const Rows& waiting = *bucket.rows[work.table->candidates->index];
+    const Rows& waiting = *partition.rows[work.table->candidates->index];
     const uint32_t slot = waiting.find(work.part->keys[i], work.hashes[i]);
     if (slot == Rows::kNone) {
       ++candidates;
@@ -190,23 +190,23 @@ void count_new(const PartWork& work, const Bucket& bucket, size_t& rows, size_t&
 
 // Looks the keys of the run at hand up again where others may have made or freed rows since the first time. False: rows
 // are being rebuilt.
-bool look_again(PartWork& work, const Bucket& bucket) {
-  const Rows& rows = *bucket.rows[work.table->index];
+bool look_again(PartWork& work, const Partition& partition) {
+  const Rows& rows = *partition.rows[work.table->index];
   const bool all = rows.epoch() != work.at_hand.epoch;
   for (size_t i = work.at_hand.begin; (all || work.missing) && i < work.at_hand.end; ++i) {
     if (!all && work.slots[i] != Rows::kNone) continue;
     work.slots[i] = rows.find(work.part->keys[i], work.hashes[i]);
     work.missing += work.slots[i] == Rows::kNone;
   }
-  return !all || all_here(work, bucket, work.at_hand.begin, work.at_hand.end);
+  return !all || all_here(work, partition, work.at_hand.begin, work.at_hand.end);
 }
 
-// What can fail (memory for rows, their difference, copies for a snapshot) comes before the first update: a bucket has
-// all of a batch or nothing. Makes the rows that are missing and admitted, counts the others, and lays the difference
-// out.
-void prepare(std::vector<PartWork>& works, size_t n_parts, uint32_t b, Bucket& bucket, uint32_t now_s, int64_t step,
-             blob::Marks& marks, Change& change, bool direct) {
-  const bool lagging = bucket.protect && !direct;
+// What can fail (memory for rows, their difference, copies for a snapshot) comes before the first update: a partition
+// has all of a batch or nothing. Makes the rows that are missing and admitted, counts the others, and lays the
+// difference out.
+void prepare(std::vector<PartWork>& works, size_t n_parts, uint32_t b, Partition& partition, uint32_t now_s,
+             int64_t step, blob::Marks& marks, Change& change, bool direct) {
+  const bool lagging = partition.protect && !direct;
   for (size_t p = 0; p < n_parts; ++p) {
     works[p].made.clear();
     works[p].sightings.clear();
@@ -218,8 +218,8 @@ void prepare(std::vector<PartWork>& works, size_t n_parts, uint32_t b, Bucket& b
       PartWork& work = works[p];
       const size_t begin = work.at_hand.begin, end = work.at_hand.end;
       if (begin == end) continue;
-      Rows& rows = *bucket.rows[work.table->index];
-      Rows* waiting = work.table->candidates ? bucket.rows[work.table->candidates->index].get() : nullptr;
+      Rows& rows = *partition.rows[work.table->index];
+      Rows* waiting = work.table->candidates ? partition.rows[work.table->candidates->index].get() : nullptr;
       work.updated = end - begin;
       for (size_t i = begin; work.missing && i < end; ++i) {
         if (work.slots[i] != Rows::kNone) continue;
@@ -243,7 +243,7 @@ void prepare(std::vector<PartWork>& works, size_t n_parts, uint32_t b, Bucket& b
         work.made.push_back(uint32_t(i));
         work.slots[i] = rows.insert(key, work.hashes[i], nullptr);
       }
-      if (bucket.snapshot) {
+      if (partition.snapshot) {
         for (size_t i = begin; i < end; ++i) {
           if (work.slots[i] != Rows::kNone) rows.touch(work.slots[i]);
         }
@@ -272,16 +272,16 @@ void prepare(std::vector<PartWork>& works, size_t n_parts, uint32_t b, Bucket& b
         shapes.push_back(Change::Shape{work.table->candidates, work.sightings.size(), toggled});
     }
     if (lagging) {
-      for (const blob::Mark& mark : marks.shards) bucket.open.shards.insert(mark.shard);
+      for (const blob::Mark& mark : marks.shards) partition.open.shards.insert(mark.shard);
     }
-    if (direct) change.lay_out(b, bucket.seq + 1, marks, shapes);
+    if (direct) change.lay_out(b, partition.seq + 1, marks, shapes);
   } catch (...) {
     for (size_t p = 0; p < n_parts; ++p) {
       for (uint32_t i : works[p].made) {
-        if (works[p].slots[i] != Rows::kNone) bucket.rows[works[p].table->index]->erase(works[p].slots[i]);
+        if (works[p].slots[i] != Rows::kNone) partition.rows[works[p].table->index]->erase(works[p].slots[i]);
       }
       for (const Sighting& s : works[p].sightings) {
-        if (s.first && s.slot != Rows::kNone) bucket.rows[works[p].table->candidates->index]->erase(s.slot);
+        if (s.first && s.slot != Rows::kNone) partition.rows[works[p].table->candidates->index]->erase(s.slot);
       }
     }
     throw;
@@ -293,7 +293,7 @@ void prepare(std::vector<PartWork>& works, size_t n_parts, uint32_t b, Bucket& b
     PartWork& work = works[p];
     const size_t begin = work.at_hand.begin, end = work.at_hand.end;
     if (begin == end) continue;
-    Rows& rows = *bucket.rows[work.table->index];
+    Rows& rows = *partition.rows[work.table->index];
     for (size_t k = 0; lagging && k < work.made.size(); ++k) rows.baseline.made(work.slots[work.made[k]]);
     if (work.updated && direct) {
       Change::Place& place = change.place(place_no++);
@@ -315,7 +315,7 @@ void prepare(std::vector<PartWork>& works, size_t n_parts, uint32_t b, Bucket& b
                          work.part->grads + begin * work.table->dim, work.updated, *work.table);
     }
     if (work.sightings.empty()) continue;
-    Rows& waiting = *bucket.rows[work.table->candidates->index];
+    Rows& waiting = *partition.rows[work.table->candidates->index];
     const size_t width = work.table->candidates->record_bytes;
     Change::Place* place = direct ? &change.place(place_no++) : nullptr;
     for (size_t k = 0; k < work.sightings.size(); ++k) {
@@ -360,18 +360,18 @@ PushOutcome Store::push(const std::vector<Span>& spans, const std::string& addre
   const bool learnt = std::any_of(spans.begin(), spans.end(), [](const Span& s) { return s.learnt; });
   if (!learnt && !parts.empty()) throw Malformed("a skipped range has no rows");
   if (!addressed.empty()) {
-    if (addressed.size() != (n_buckets_ + 7) / 8) throw Malformed("the bitmap of buckets has the wrong length");
+    if (addressed.size() != (n_partitions_ + 7) / 8) throw Malformed("the bitmap of partitions has the wrong length");
     for (uint32_t b = 0; b < addressed.size() * 8; ++b) {
       if (!bit(addressed, b)) continue;
-      if (b >= n_buckets_) throw Malformed("bucket " + std::to_string(b) + " does not exist");
-      if (!buckets_[b].owned) throw NotOwned("bucket " + std::to_string(b) + " is not owned here");
+      if (b >= n_partitions_) throw Malformed("partition " + std::to_string(b) + " does not exist");
+      if (!partitions_[b].owned) throw NotOwned("partition " + std::to_string(b) + " is not owned here");
     }
   }
-  // Looked at once, so that a bucket that comes or goes meanwhile is not half of it.
-  std::string todo((n_buckets_ + 7) / 8, '\0');
+  // Looked at once, so that a partition that comes or goes meanwhile is not half of it.
+  std::string todo((n_partitions_ + 7) / 8, '\0');
   int owned = 0;
-  for (uint32_t b = 0; b < n_buckets_; ++b) {
-    if (!buckets_[b].owned) continue;
+  for (uint32_t b = 0; b < n_partitions_; ++b) {
+    if (!partitions_[b].owned) continue;
     ++owned;
     if (addressed.empty() || bit(addressed, b)) set_bit(todo, b);
   }
@@ -403,16 +403,16 @@ PushOutcome Store::push(const std::vector<Span>& spans, const std::string& addre
       throw Malformed("rows of " + std::to_string(part.dim) + " floats for a table of dim " +
                       std::to_string(work.table->dim));
     work.hashes.resize(part.n);
-    work.buckets.resize(part.n);
+    work.partitions.resize(part.n);
     work.slots.resize(part.n);
-    kernels_.hash_keys(part.keys, part.n, work.table->salt, n_buckets_, work.hashes.data(), work.buckets.data());
+    kernels_.hash_keys(part.keys, part.n, work.table->salt, n_partitions_, work.hashes.data(), work.partitions.data());
     for (size_t i = 0; i < part.n; ++i) {
-      const uint32_t b = work.buckets[i];
-      if (work.runs.empty() || work.runs.back().bucket != b) {
-        if (!work.runs.empty() && work.runs.back().bucket > b)
-          throw Malformed("keys are not grouped by ascending bucket");
-        if (!buckets_[b].owned) throw NotOwned("bucket " + std::to_string(b) + " is not owned here");
-        if (!is_addressed(b)) throw Malformed("a key's bucket is not among those addressed");
+      const uint32_t b = work.partitions[i];
+      if (work.runs.empty() || work.runs.back().partition != b) {
+        if (!work.runs.empty() && work.runs.back().partition > b)
+          throw Malformed("keys are not grouped by ascending partition");
+        if (!partitions_[b].owned) throw NotOwned("partition " + std::to_string(b) + " is not owned here");
+        if (!is_addressed(b)) throw Malformed("a key's partition is not among those addressed");
         work.runs.push_back(Run{b, i, i + 1, 0});
       } else {
         work.runs.back().end = i + 1;
@@ -425,7 +425,7 @@ PushOutcome Store::push(const std::vector<Span>& spans, const std::string& addre
       return out;
     }
   }
-  // Where the rows are; a slot never moves, so this holds when the bucket is locked again below.
+  // Where the rows are; a slot never moves, so this holds when the partition is locked again below.
   thread_local std::vector<Piece> pieces;
   thread_local std::vector<float> sums;  // of the gradients of a piece's rows
   thread_local std::vector<uint64_t> seen_slots;
@@ -436,23 +436,23 @@ PushOutcome Store::push(const std::vector<Span>& spans, const std::string& addre
   const size_t limit = limit_.load(std::memory_order_relaxed);
   size_t more = 0;  // bytes that the new rows need
   const Table* cannot_grow = nullptr;
-  for (uint32_t b = 0; b < n_buckets_; ++b) {
+  for (uint32_t b = 0; b < n_partitions_; ++b) {
     turn_to(works, parts.size(), b);
     cut_pieces(works, parts.size(), size_t(1) << 40, false, pieces);
     if (pieces.empty()) continue;
-    Bucket& bucket = buckets_[b];
+    Partition& partition = partitions_[b];
     auto prefetch = [&](const Piece& piece) {
       const PartWork& work = works[piece.part];
-      bucket.rows[work.table->index]->prefetch(work.hashes.data() + piece.begin,
-                                               std::min(kAhead, piece.end - piece.begin));
+      partition.rows[work.table->index]->prefetch(work.hashes.data() + piece.begin,
+                                                  std::min(kAhead, piece.end - piece.begin));
     };
     prefetch(pieces[0]);
-    std::lock_guard<std::mutex> hold(bucket.mutex);
+    std::lock_guard<std::mutex> hold(partition.mutex);
     bool twice = false;
     for (size_t q = 0; q < pieces.size(); ++q) {
       if (q + 1 < pieces.size()) prefetch(pieces[q + 1]);
       PartWork& work = works[pieces[q].part];
-      Rows& rows = *bucket.rows[work.table->index];
+      Rows& rows = *partition.rows[work.table->index];
       work.at(b)->epoch = rows.epoch();
       // Slots seen in this run: finds duplicate keys. All zero between runs, so that nothing but what was set is
       // cleared.
@@ -469,22 +469,22 @@ PushOutcome Store::push(const std::vector<Span>& spans, const std::string& addre
         twice |= (seen_slots[slot >> 6] & bit) != 0;
         seen_slots[slot >> 6] |= bit;
       }
-      here &= all_here(work, bucket, pieces[q].begin, pieces[q].end);
+      here &= all_here(work, partition, pieces[q].begin, pieces[q].end);
       for (size_t i = pieces[q].begin; i < pieces[q].end; ++i) {
         if (work.slots[i] != Rows::kNone) seen_slots[work.slots[i] >> 6] = 0;
       }
-      if (!here) throw Recovering("rows of bucket " + std::to_string(b) + " that are pushed are being rebuilt");
+      if (!here) throw Recovering("rows of partition " + std::to_string(b) + " that are pushed are being rebuilt");
     }
     if (twice) throw Malformed("a key stands twice in one push");
     for (size_t q = 0; limit && q < pieces.size(); ++q) {
       const PartWork& work = works[pieces[q].part];
       size_t counts[2];
-      count_new(work, bucket, counts[0], counts[1]);
+      count_new(work, partition, counts[0], counts[1]);
       const Table* tables[2] = {work.table, work.table->candidates};
       const size_t n = work.at_hand.end - work.at_hand.begin;
       for (int k = 0; k < 2; ++k) {
         if (!counts[k]) continue;
-        const Rows& rows = *bucket.rows[tables[k]->index];
+        const Rows& rows = *partition.rows[tables[k]->index];
         more += rows.bytes_for(counts[k]);
         // Even if all rows but those of this push made room.
         if (counts[k] > rows.free_slots() && (!tables[k]->meta || rows.count() + rows.free_slots() < counts[k] + n))
@@ -500,20 +500,20 @@ PushOutcome Store::push(const std::vector<Span>& spans, const std::string& addre
     if (!evict_ || cannot_grow) full(cannot_grow ? *cannot_grow : *works[0].table);
   }
 
-  // 2. Bucket by bucket: fence, watermark, rows, fingerprint in one critical section.
+  // 2. Partition by partition: fence, watermark, rows, fingerprint in one critical section.
   pushes_.fetch_add(1, std::memory_order_relaxed);
   const int64_t now_ns = lag_.load(std::memory_order_relaxed) ? steady_ns() : 0;
   uint64_t fingerprint = 0;
   for (const Span& s : spans) {
     if (s.learnt) fingerprint += batch_fingerprint(s.shard, s.lo, s.hi);
   }
-  std::vector<ShardMark*> at(wholes.size());  // of the bucket at hand
-  std::string applied((n_buckets_ + 7) / 8, '\0');
-  for (uint32_t b = 0; b < n_buckets_; ++b) {
+  std::vector<ShardMark*> at(wholes.size());  // of the partition at hand
+  std::string applied((n_partitions_ + 7) / 8, '\0');
+  for (uint32_t b = 0; b < n_partitions_; ++b) {
     if (!is_addressed(b)) continue;
-    Bucket& bucket = buckets_[b];
-    std::lock_guard<std::mutex> hold(bucket.mutex);
-    if (!bucket.owned) {
+    Partition& partition = partitions_[b];
+    std::lock_guard<std::mutex> hold(partition.mutex);
+    if (!partition.owned) {
       out.moved = true;
       continue;
     }
@@ -521,8 +521,8 @@ PushOutcome Store::push(const std::vector<Span>& spans, const std::string& addre
     size_t repeats = 0, fitting = 0;
     int64_t lowest = -1;
     for (size_t w = 0; w < wholes.size(); ++w) {
-      auto found = bucket.shards.find(wholes[w].shard);
-      if (found == bucket.shards.end() || found->second.fence > wholes[w].lease) {
+      auto found = partition.shards.find(wholes[w].shard);
+      if (found == partition.shards.end() || found->second.fence > wholes[w].lease) {
         fenced = true;
         break;
       }
@@ -540,7 +540,7 @@ PushOutcome Store::push(const std::vector<Span>& spans, const std::string& addre
       for (size_t w = 0; w < wholes.size(); ++w) {
         if (at[w]->fence == wholes[w].lease) continue;
         at[w]->fence = wholes[w].lease;  // a later lease than the one that opened here fences it as well
-        log_mark(b, bucket, wholes[w].shard, *at[w]);
+        log_mark(b, partition, wholes[w].shard, *at[w]);
       }
       if (repeats == wholes.size()) {
         ++out.repeats;
@@ -551,7 +551,7 @@ PushOutcome Store::push(const std::vector<Span>& spans, const std::string& addre
     }
     turn_to(works, parts.size(), b);
     bool here = true;
-    for (size_t p = 0; p < parts.size(); ++p) here &= look_again(works[p], bucket);
+    for (size_t p = 0; p < parts.size(); ++p) here &= look_again(works[p], partition);
     if (!here) {
       out.moved = true;  // it went and came back meanwhile
       continue;
@@ -560,10 +560,10 @@ PushOutcome Store::push(const std::vector<Span>& spans, const std::string& addre
       auto each_growing = [&](auto&& call) {
         for (size_t p = 0; p < parts.size(); ++p) {
           size_t counts[2];
-          count_new(works[p], bucket, counts[0], counts[1]);
+          count_new(works[p], partition, counts[0], counts[1]);
           const Table* tables[2] = {works[p].table, works[p].table->candidates};
           for (int k = 0; k < 2; ++k) {
-            if (counts[k]) call(works[p], *bucket.rows[tables[k]->index], counts[k]);
+            if (counts[k]) call(works[p], *partition.rows[tables[k]->index], counts[k]);
           }
         }
       };
@@ -577,18 +577,18 @@ PushOutcome Store::push(const std::vector<Span>& spans, const std::string& addre
             const uint32_t slot = candidate ? rows.find(work.part->keys[i], work.hashes[i]) : work.slots[i];
             if (slot != Rows::kNone) keep.push_back(slot);
           }
-          make_room(b, bucket, rows, n, std::move(keep));
+          make_room(b, partition, rows, n, std::move(keep));
         });
       }
     }
     blob::Marks marks;
-    marks.fingerprint = bucket.fingerprint + fingerprint;
-    marks.clock = bucket.clock + 1;
+    marks.fingerprint = partition.fingerprint + fingerprint;
+    marks.clock = partition.clock + 1;
     marks.shards.clear();
     for (const Whole& w : wholes) marks.shards.push_back(blob::Mark{w.shard, w.hi, w.lease});
-    const bool lagging = lags(bucket), direct = bucket.protect && !lagging;
-    if (lagging) flush_if_due(b, bucket, now_ns);
-    prepare(works, parts.size(), b, bucket, now_s, step, marks, change, direct);
+    const bool lagging = lags(partition), direct = partition.protect && !lagging;
+    if (lagging) flush_if_due(b, partition, now_ns);
+    prepare(works, parts.size(), b, partition, now_s, step, marks, change, direct);
     cut_pieces(works, parts.size(), kBlock, true, pieces);
     float* values[2][kBlock];
     float* state[2][kBlock];
@@ -596,7 +596,7 @@ PushOutcome Store::push(const std::vector<Span>& spans, const std::string& addre
       const Piece& piece = pieces[q];
       const PartWork& work = works[piece.part];
       const Table& table = *work.table;
-      Rows& rows = *bucket.rows[table.index];
+      Rows& rows = *partition.rows[table.index];
       const uint32_t* slots = work.slots.data() + piece.begin;
       const size_t n = piece.end - piece.begin, dim = table.dim, floats = table.dim + table.state;
       for (size_t k = 0; rows.tracking() && k < n; ++k) rows.touch(slots[k]);
@@ -623,7 +623,7 @@ PushOutcome Store::push(const std::vector<Span>& spans, const std::string& addre
         grads = sums.data();
       };
       if (lagging) {
-        Baseline& baseline = bucket.rows[table.index]->baseline;
+        Baseline& baseline = partition.rows[table.index]->baseline;
         for (size_t k = 0; k < n; ++k) baseline.keep(work.slots[piece.begin + k], values[q & 1][k]);
       }
       if (!direct || work.by_gradients) {
@@ -646,38 +646,38 @@ PushOutcome Store::push(const std::vector<Span>& spans, const std::string& addre
         xor_bytes(difference + k * table.record_bytes, reinterpret_cast<uint8_t*>(values[q & 1][k]),
                   table.record_bytes);
     }
-    bucket.fingerprint = marks.fingerprint;
-    bucket.clock = marks.clock;
+    partition.fingerprint = marks.fingerprint;
+    partition.clock = marks.clock;
     for (size_t w = 0; w < wholes.size(); ++w) *at[w] = ShardMark{wholes[w].hi, wholes[w].lease};
     if (lagging) {
-      join_open(bucket);
-      ++bucket.open.pushes;
+      join_open(partition);
+      ++partition.open.pushes;
     } else {
-      ++bucket.seq;
+      ++partition.seq;
     }
     if (direct) change.commit();
     ++out.applied;
     set_bit(applied, b);
   }
-  if (out.applied && out.applied != owned) out.buckets = std::move(applied);
+  if (out.applied && out.applied != owned) out.partitions = std::move(applied);
   return out;
 }
 
 // Rows that are made whole, as they are now: a difference to zero bytes.
-void Store::log_rows(uint32_t b, Bucket& bucket, Rows& rows, const std::vector<uint32_t>& made) {
-  if (lags(bucket)) {
+void Store::log_rows(uint32_t b, Partition& partition, Rows& rows, const std::vector<uint32_t>& made) {
+  if (lags(partition)) {
     rows.baseline.reserve(made.size(), rows.end());
     for (uint32_t slot : made) rows.baseline.made(slot);
-    join_open(bucket);
+    join_open(partition);
     return;
   }
-  if (bucket.protect) {
+  if (partition.protect) {
     const Table& table = rows.table();
     blob::Marks marks;
-    marks.fingerprint = bucket.fingerprint;
-    marks.clock = bucket.clock;
+    marks.fingerprint = partition.fingerprint;
+    marks.clock = partition.clock;
     Change change(outbox_);
-    change.lay_out(b, bucket.seq + 1, marks, {Change::Shape{&table, made.size(), made.size()}});
+    change.lay_out(b, partition.seq + 1, marks, {Change::Shape{&table, made.size(), made.size()}});
     Change::Place& place = change.place(0);
     for (size_t i = 0; i < made.size(); ++i) {
       change.row(place, i, made[i], true, rows.key(made[i]));
@@ -685,7 +685,7 @@ void Store::log_rows(uint32_t b, Bucket& bucket, Rows& rows, const std::vector<u
     }
     change.commit();
   }
-  ++bucket.seq;
+  ++partition.seq;
 }
 
 }  // namespace everstep

@@ -155,26 +155,28 @@ void Mirror::recover_begin(const std::vector<uint32_t>& lost, const std::vector<
     throw Malformed("one or two members can be recovered, not " + std::to_string(lost.size()));
   auto made = std::make_unique<Recovery>();
   Recovery& rec = *made;
-  for (uint32_t bucket : lost) {
+  for (uint32_t partition : lost) {
     size_t index = 0;
-    if (!member(bucket, &index))
-      throw Malformed("bucket " + std::to_string(bucket) + " is no member of mirror " + std::to_string(id_));
-    if (std::count(lost.begin(), lost.end(), bucket) > 1)
-      throw Malformed("bucket " + std::to_string(bucket) + " is lost twice");
+    if (!member(partition, &index))
+      throw Malformed("partition " + std::to_string(partition) + " is no member of mirror " + std::to_string(id_));
+    if (std::count(lost.begin(), lost.end(), partition) > 1)
+      throw Malformed("partition " + std::to_string(partition) + " is lost twice");
     rec.lost.push_back(index);
   }
   for (size_t i = 0; i < members_.size(); ++i) {
     if (members_[i].stage != kComplete)
-      throw Malformed("mirror " + std::to_string(id_) + " does not have all of bucket " +
-                      std::to_string(members_[i].bucket));
+      throw Malformed("mirror " + std::to_string(id_) + " does not have all of partition " +
+                      std::to_string(members_[i].partition));
     if (std::find(rec.lost.begin(), rec.lost.end(), i) == rec.lost.end()) rec.survivors |= uint16_t(1u << i);
   }
   rec.full = rec.survivors;
   if (lost.size() == 2) rec.full |= uint16_t(1u << rec.lost[0]);
-  for (uint32_t bucket : here) {
-    auto at = std::find(lost.begin(), lost.end(), bucket);
-    if (at == lost.end()) throw Malformed("bucket " + std::to_string(bucket) + " is to live here, but is not lost");
-    if (store_.bucket(bucket).owned) throw Malformed("bucket " + std::to_string(bucket) + " is owned here already");
+  for (uint32_t partition : here) {
+    auto at = std::find(lost.begin(), lost.end(), partition);
+    if (at == lost.end())
+      throw Malformed("partition " + std::to_string(partition) + " is to live here, but is not lost");
+    if (store_.partition(partition).owned)
+      throw Malformed("partition " + std::to_string(partition) + " is owned here already");
     rec.here.push_back(solve(rec.lost, rec.lost[size_t(at - lost.begin())]));
   }
   for (auto& [id, pages] : pages_) {
@@ -197,7 +199,7 @@ void Mirror::keep_remainder(const Blob& b) {
 }
 
 // R follows a survivor where the survivor's contents have not been folded out of it yet. Differences of lost members do
-// not concern it: they are those of the bucket that was made of it.
+// not concern it: they are those of the partition that was made of it.
 void Mirror::follow(size_t index, const Blob& b) {
   Recovery& rec = *recovery_;
   if (!(rec.survivors >> index & 1)) return;
@@ -240,7 +242,7 @@ ApplyResult Mirror::recover_fold(const uint8_t* data, size_t size) {
   std::lock_guard<std::mutex> hold(mutex_);
   Recovery& rec = recovering();
   size_t index = 0;
-  if (!member(b.head.bucket, &index) || !(rec.survivors >> index & 1)) return kNotMember;
+  if (!member(b.head.partition, &index) || !(rec.survivors >> index & 1)) return kNotMember;
   check_slots(index, b);
   switch (b.head.kind) {
     case blob::kHeads:
@@ -415,7 +417,7 @@ ApplyResult Mirror::recover_other(const uint8_t* data, size_t size) {
   return fresh ? kApplied : kRepeat;
 }
 
-// Once all heads are folded: which rows the lost buckets have. From here on they are owned.
+// Once all heads are folded: which rows the lost partitions have. From here on they are owned.
 void Mirror::heads_if_ready() {
   Recovery& rec = *recovery_;
   if (rec.heads_done) return;
@@ -424,7 +426,7 @@ void Mirror::heads_if_ready() {
       if ((rec.full >> i & 1) && table.heads[i] != kNoLimit) return;
     }
   }
-  // Also of a lost bucket that is made elsewhere: its rows are wanted of R by the other row.
+  // Also of a lost partition that is made elsewhere: its rows are wanted of R by the other row.
   for (size_t index : rec.lost) {
     auto at = std::find_if(rec.here.begin(), rec.here.end(), [&](const Lost& l) { return l.member == index; });
     const Lost lost = at == rec.here.end() ? solve(rec.lost, index) : *at;
@@ -462,11 +464,11 @@ void Mirror::heads_if_ready() {
       pages.emplace_back(&set->table(), copy.give_up());
     }
     const Member& m = members_[index];
-    store_.adopt(m.bucket, std::move(pages), m.marks.block(), m.seq, true);
+    store_.adopt(m.partition, std::move(pages), m.marks.block(), m.seq, true);
     {
-      Bucket& bucket = store_.bucket(m.bucket);
-      std::lock_guard<std::mutex> hold(bucket.mutex);
-      for (auto& rows : bucket.rows) {
+      Partition& partition = store_.partition(m.partition);
+      std::lock_guard<std::mutex> hold(partition.mutex);
+      for (auto& rows : partition.rows) {
         if (rows->table().dense) rows->recovered();
       }
     }
@@ -489,14 +491,14 @@ void Mirror::install(RecoverTable& table, uint64_t lo, uint64_t hi, const std::v
     hi = listed->size();
   }
   for (Lost& lost : rec.here) {
-    Bucket& bucket = store_.bucket(members_[lost.member].bucket);
+    Partition& partition = store_.partition(members_[lost.member].partition);
     for (uint64_t from = lo; from < hi && lost.present < lost.total; from += kStretch) {
-      std::lock_guard<std::mutex> hold(bucket.mutex);
-      Rows& rows = *bucket.rows[table.table.index];
+      std::lock_guard<std::mutex> hold(partition.mutex);
+      Rows& rows = *partition.rows[table.table.index];
       for (uint64_t i = from; i < std::min(hi, from + kStretch); ++i) {
         const uint64_t slot = listed ? (*listed)[i] : i;
         if (slot >= table.slots || (table.bodies[slot] & rec.full) != rec.full) continue;
-        if (!rows.absent(uint32_t(slot))) continue;  // no row, here already, or the bucket was dropped meanwhile
+        if (!rows.absent(uint32_t(slot))) continue;  // no row, here already, or the partition was dropped meanwhile
         uint8_t* to = rows.record(uint32_t(slot));
         rows.touch(uint32_t(slot));
         std::memset(to, 0, record);
@@ -507,8 +509,8 @@ void Mirror::install(RecoverTable& table, uint64_t lo, uint64_t hi, const std::v
       }
     }
     if (lost.present == lost.total) {
-      std::lock_guard<std::mutex> hold(bucket.mutex);
-      for (auto& rows : bucket.rows) rows->recovered();
+      std::lock_guard<std::mutex> hold(partition.mutex);
+      for (auto& rows : partition.rows) rows->recovered();
     }
   }
   if (!listed) let_go(table, lo, hi);
@@ -532,7 +534,7 @@ std::vector<RecoverState> Mirror::recover_state() {
   std::vector<RecoverState> out;
   if (!recovery_) return out;
   for (const Lost& lost : recovery_->here)
-    out.push_back(RecoverState{members_[lost.member].bucket, lost.heads_done,
+    out.push_back(RecoverState{members_[lost.member].partition, lost.heads_done,
                                lost.heads_done && lost.present == lost.total, lost.present, lost.total});
   return out;
 }
@@ -610,11 +612,11 @@ void Mirror::recover_end(bool abort) {
   auto whole = [](const Lost& lost) { return lost.heads_done && lost.present == lost.total; };
   for (const Lost& lost : rec.here) {
     if (!whole(lost) && !abort)
-      throw Malformed("bucket " + std::to_string(members_[lost.member].bucket) + " is not recovered yet");
+      throw Malformed("partition " + std::to_string(members_[lost.member].partition) + " is not recovered yet");
   }
   // Also what is whole: whoever aborts begins anew with all of them, and the mirror has what was pushed meanwhile.
   for (const Lost& lost : rec.here) {
-    if (abort && lost.heads_done) store_.drop(members_[lost.member].bucket);
+    if (abort && lost.heads_done) store_.drop(members_[lost.member].partition);
   }
   recovery_.reset();
 }

@@ -45,9 +45,9 @@ struct Optimizer : Options {
 struct RowKernels {
   const char* name;
   bool (*all_finite)(const float* x, size_t n);
-  // hashes[i] = key_hash(keys[i], salt), buckets[i] = bucket_of(hashes[i], n_buckets)
-  void (*hash_keys)(const int64_t* keys, size_t n, uint64_t salt, uint32_t n_buckets, uint64_t* hashes,
-                    uint32_t* buckets);
+  // hashes[i] = key_hash(keys[i], salt), partitions[i] = partition_of(hashes[i], n_partitions)
+  void (*hash_keys)(const int64_t* keys, size_t n, uint64_t salt, uint32_t n_partitions, uint64_t* hashes,
+                    uint32_t* partitions);
   // dst[i * dim ..] = src[i][0..dim). `stream`: past the caches (then `streamable` must hold; call `fence` at last).
   void (*copy_rows)(const float* const* src, float* dst, size_t n, size_t dim, bool stream);
   // One optimizer step on n rows; grads is [n, dim] without gaps.

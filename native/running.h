@@ -1,7 +1,7 @@
-// The step that the rows of one table in one bucket are in the middle of (consistency sync, docs/decisions/0044): of
+// The step that the rows of one table in one partition are in the middle of (consistency sync, docs/decisions/0044): of
 // each row that a push of it has touched, values and state as they were before the first one, and the sum of the
-// gradients so far. So every further push replaces the step so far by the step of the sum. Not part of a bucket's
-// contents: whoever gets the bucket begins with none. Under the bucket's mutex.
+// gradients so far. So every further push replaces the step so far by the step of the sum. Not part of a partition's
+// contents: whoever gets the partition begins with none. Under the partition's mutex.
 #pragma once
 #include <cstdint>
 #include <cstring>

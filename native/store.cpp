@@ -11,10 +11,10 @@ namespace everstep {
 namespace {
 
 constexpr size_t kAhead = 24;   // lookups whose index lines are on their way
-constexpr size_t kChunk = 128;  // keys handled between two looks at the next bucket
+constexpr size_t kChunk = 128;  // keys handled between two looks at the next partition
 constexpr size_t kBlock = 8;    // rows whose lines are fetched while those of the block before are used
 constexpr size_t kBiasRows = 65536;
-constexpr uint32_t kMaxBuckets = 4096;
+constexpr uint32_t kMaxPartitions = 4096;
 constexpr size_t kMaxTables = 1024;
 
 void late_bias(const Optimizer& o, double t, double* bias1, float* bias2) {
@@ -29,7 +29,7 @@ void prefetch_row(const float* at, size_t floats) {
   __builtin_prefetch(p + bytes - 4);
 }
 
-auto no_end = [](uint32_t, Bucket&, Rows&) {};
+auto no_end = [](uint32_t, Partition&, Rows&) {};
 
 void check_here(const Rows& rows, const uint32_t* slots, size_t n) {
   for (size_t k = 0; k < n; ++k) {
@@ -39,35 +39,35 @@ void check_here(const Rows& rows, const uint32_t* slots, size_t n) {
 
 }  // namespace
 
-Store::Store(uint32_t n_buckets, uint64_t seed) : n_buckets_(n_buckets), seed_(seed), kernels_(row_kernels()) {
-  if (n_buckets == 0 || n_buckets > kMaxBuckets) throw Malformed("n_buckets must be in 1..4096");
-  buckets_ = std::make_unique<Bucket[]>(n_buckets);
-  // Never reallocated: each_run looks at another bucket's rows (to prefetch) without its mutex.
-  for (uint32_t b = 0; b < n_buckets; ++b) buckets_[b].rows.reserve(kMaxTables);
+Store::Store(uint32_t n_partitions, uint64_t seed) : n_partitions_(n_partitions), seed_(seed), kernels_(row_kernels()) {
+  if (n_partitions == 0 || n_partitions > kMaxPartitions) throw Malformed("n_partitions must be in 1..4096");
+  partitions_ = std::make_unique<Partition[]>(n_partitions);
+  // Never reallocated: each_run looks at another partition's rows (to prefetch) without its mutex.
+  for (uint32_t b = 0; b < n_partitions; ++b) partitions_[b].rows.reserve(kMaxTables);
 }
 
-void Store::own(const std::vector<int64_t>& buckets) {
-  for (int64_t b : buckets) {
-    if (b < 0 || b >= int64_t(n_buckets_)) throw Malformed("bucket " + std::to_string(b) + " does not exist");
+void Store::own(const std::vector<int64_t>& partitions) {
+  for (int64_t b : partitions) {
+    if (b < 0 || b >= int64_t(n_partitions_)) throw Malformed("partition " + std::to_string(b) + " does not exist");
   }
-  for (int64_t b : buckets) {
-    std::lock_guard<std::mutex> hold(buckets_[b].mutex);
-    if (buckets_[b].phase == Phase::kOwned) continue;
-    if (buckets_[b].phase != Phase::kEmpty)
-      throw Malformed("bucket " + std::to_string(b) + " holds something else here: drop it first");
-    own_locked(buckets_[b]);
+  for (int64_t b : partitions) {
+    std::lock_guard<std::mutex> hold(partitions_[b].mutex);
+    if (partitions_[b].phase == Phase::kOwned) continue;
+    if (partitions_[b].phase != Phase::kEmpty)
+      throw Malformed("partition " + std::to_string(b) + " holds something else here: drop it first");
+    own_locked(partitions_[b]);
   }
 }
 
-void Store::own_locked(Bucket& bucket) {
-  bucket.phase = Phase::kOwned;
-  bucket.owned = true;
+void Store::own_locked(Partition& partition) {
+  partition.phase = Phase::kOwned;
+  partition.owned = true;
 }
 
 std::vector<int32_t> Store::owned() const {
   std::vector<int32_t> out;
-  for (uint32_t b = 0; b < n_buckets_; ++b) {
-    if (buckets_[b].owned) out.push_back(int32_t(b));
+  for (uint32_t b = 0; b < n_partitions_; ++b) {
+    if (partitions_[b].owned) out.push_back(int32_t(b));
   }
   return out;
 }
@@ -84,57 +84,58 @@ const Table& Store::table_of(uint32_t id) const {
   return *found->second;  // tables are never dropped
 }
 
-Bucket& Store::bucket_at(int64_t bucket) {
-  if (bucket < 0 || bucket >= int64_t(n_buckets_))
-    throw Malformed("bucket " + std::to_string(bucket) + " does not exist");
-  return buckets_[bucket];
+Partition& Store::partition_at(int64_t partition) {
+  if (partition < 0 || partition >= int64_t(n_partitions_))
+    throw Malformed("partition " + std::to_string(partition) + " does not exist");
+  return partitions_[partition];
 }
 
-Bucket& Store::readable(Bucket& bucket, int64_t b) const {
-  if (!bucket.readable()) throw NotOwned("bucket " + std::to_string(b) + " is not here");
-  return bucket;
+Partition& Store::readable(Partition& partition, int64_t b) const {
+  if (!partition.readable()) throw NotOwned("partition " + std::to_string(b) + " is not here");
+  return partition;
 }
 
 // A change of marks alone: `changed` has the shards and tables that changed.
-void Store::log_marks(uint32_t b, Bucket& bucket, blob::Marks&& changed) {
-  if (lags(bucket)) {
-    for (const blob::Mark& mark : changed.shards) bucket.open.shards.insert(mark.shard);
-    bucket.open.initialised.insert(changed.initialised.begin(), changed.initialised.end());
-    join_open(bucket);
+void Store::log_marks(uint32_t b, Partition& partition, blob::Marks&& changed) {
+  if (lags(partition)) {
+    for (const blob::Mark& mark : changed.shards) partition.open.shards.insert(mark.shard);
+    partition.open.initialised.insert(changed.initialised.begin(), changed.initialised.end());
+    join_open(partition);
     return;
   }
-  if (bucket.protect) {
-    changed.fingerprint = bucket.fingerprint;
-    changed.clock = bucket.clock;
+  if (partition.protect) {
+    changed.fingerprint = partition.fingerprint;
+    changed.clock = partition.clock;
     const size_t bytes = sizeof(blob::Header) + changed.bytes();
-    Outbox::Slot slot = outbox_.reserve(b, bucket.seq + 1, blob::kChange, bytes);
+    Outbox::Slot slot = outbox_.reserve(b, partition.seq + 1, blob::kChange, bytes);
     blob::Header head;
     head.kind = blob::kChange;
-    head.bucket = b;
-    head.seq = bucket.seq + 1;
+    head.partition = b;
+    head.seq = partition.seq + 1;
     head.marks_bytes = uint32_t(changed.bytes());
     blob::Writer w(slot.at);
     w.put(head);
     w.put_marks(changed);
     outbox_.commit(slot);
   }
-  ++bucket.seq;
+  ++partition.seq;
 }
 
 // Calls each(rows, hashes, first, count, left) for stretches of at most kChunk of the `left` keys that are left of one
-// bucket. The index lines of the first kAhead of a bucket are on their way; `each` sees to the others. The bucket is
-// owned; its mutex is held during the call, and during end(bucket, rows) after its last stretch.
+// partition. The index lines of the first kAhead of a partition are on their way; `each` sees to the others. The
+// partition is owned; its mutex is held during the call, and during end(partition, rows) after its last stretch.
 template <class Each, class End>
 void Store::each_run(const Table& table, const int64_t* keys, size_t n, Each&& each, End&& end_of) {
   thread_local std::vector<uint64_t> hashes;
   thread_local std::vector<uint32_t> in;
   hashes.resize(n);
   in.resize(n);
-  kernels_.hash_keys(keys, n, table.salt, n_buckets_, hashes.data(), in.data());
+  kernels_.hash_keys(keys, n, table.salt, n_partitions_, hashes.data(), in.data());
   // Refuse before anything is made, so that a stale map changes nothing.
   for (size_t i = 0; i < n; ++i) {
-    if ((i == 0 || in[i] != in[i - 1]) && !buckets_[in[i]].owned)
-      throw NotOwned("bucket " + std::to_string(in[i]) + " of key " + std::to_string(keys[i]) + " is not owned here");
+    if ((i == 0 || in[i] != in[i - 1]) && !partitions_[in[i]].owned)
+      throw NotOwned("partition " + std::to_string(in[i]) + " of key " + std::to_string(keys[i]) +
+                     " is not owned here");
   }
   auto run_end = [&](size_t from) {
     size_t to = from + 1;
@@ -143,18 +144,18 @@ void Store::each_run(const Table& table, const int64_t* keys, size_t n, Each&& e
   };
   size_t end = n ? run_end(0) : 0;
   for (size_t i = 0; i < n;) {
-    Bucket& bucket = buckets_[in[i]];
+    Partition& partition = partitions_[in[i]];
     const uint32_t b = in[i];
-    std::lock_guard<std::mutex> hold(bucket.mutex);
-    if (!bucket.owned) throw NotOwned("bucket " + std::to_string(b) + " is not owned here any more");
-    Rows& rows = *bucket.rows[table.index];
+    std::lock_guard<std::mutex> hold(partition.mutex);
+    if (!partition.owned) throw NotOwned("partition " + std::to_string(b) + " is not owned here any more");
+    Rows& rows = *partition.rows[table.index];
     if (i == 0) rows.prefetch(hashes.data(), std::min(end, kAhead));
     for (; i < end; i += std::min(kChunk, end - i))
       each(rows, hashes.data() + i, i, std::min(kChunk, end - i), end - i);
-    end_of(b, bucket, rows);
+    end_of(b, partition, rows);
     if (i == n) break;
     end = run_end(i);
-    buckets_[in[i]].rows[table.index]->prefetch(hashes.data() + i, std::min(end - i, kAhead));
+    partitions_[in[i]].rows[table.index]->prefetch(hashes.data() + i, std::min(end - i, kAhead));
   }
 }
 
@@ -218,9 +219,9 @@ bool Store::declare(uint32_t id, size_t dim, const Optimizer& optimizer, const I
     t.optimizer.bias_late = late_bias;
   }
   auto give_to_all = [&](std::unique_ptr<Table> made) {
-    for (uint32_t b = 0; b < n_buckets_; ++b) {
-      std::lock_guard<std::mutex> bucket_hold(buckets_[b].mutex);
-      buckets_[b].rows.push_back(std::make_unique<Rows>(*made, pool_, buckets_[b].generation));
+    for (uint32_t b = 0; b < n_partitions_; ++b) {
+      std::lock_guard<std::mutex> partition_hold(partitions_[b].mutex);
+      partitions_[b].rows.push_back(std::make_unique<Rows>(*made, pool_, partitions_[b].generation));
     }
     tables_.emplace(made->id, std::move(made));
   };
@@ -229,7 +230,7 @@ bool Store::declare(uint32_t id, size_t dim, const Optimizer& optimizer, const I
     counts = std::make_unique<Table>();
     counts->id = candidates;
     counts->index = t.index + 1;
-    counts->salt = t.salt;  // the bucket of a key is that of its row
+    counts->salt = t.salt;  // the partition of a key is that of its row
     counts->life = life;
     counts->meta = kCandidateMeta;
     counts->lay_out();
@@ -240,25 +241,25 @@ bool Store::declare(uint32_t id, size_t dim, const Optimizer& optimizer, const I
   return true;
 }
 
-bool Store::open(int64_t shard, int64_t start, int64_t lease, std::vector<int32_t>& buckets,
+bool Store::open(int64_t shard, int64_t start, int64_t lease, std::vector<int32_t>& partitions,
                  std::vector<int64_t>& marks) {
   if (shard < 0 || start < 0 || lease < 0) throw Malformed("shard, start and lease must not be negative");
   std::lock_guard<std::mutex> hold(open_mutex_);
   if (released_.has(shard)) return false;
-  // Fences only rise, so a bucket that answers "later" says it for good: look first, then raise all.
+  // Fences only rise, so a partition that answers "later" says it for good: look first, then raise all.
   bool fenced = false;
-  each_owned([&](uint32_t, Bucket& bucket) {
-    auto found = bucket.shards.find(shard);
-    fenced |= found != bucket.shards.end() && found->second.fence > lease;
+  each_owned([&](uint32_t, Partition& partition) {
+    auto found = partition.shards.find(shard);
+    fenced |= found != partition.shards.end() && found->second.fence > lease;
   });
   if (fenced) return false;
-  each_owned([&](uint32_t b, Bucket& bucket) {
-    auto [at, made] = bucket.shards.try_emplace(shard, ShardMark{start, lease});
+  each_owned([&](uint32_t b, Partition& partition) {
+    auto [at, made] = partition.shards.try_emplace(shard, ShardMark{start, lease});
     if (made || at->second.fence < lease) {
       at->second.fence = std::max(at->second.fence, lease);
-      log_mark(b, bucket, shard, at->second);
+      log_mark(b, partition, shard, at->second);
     }
-    buckets.push_back(int32_t(b));
+    partitions.push_back(int32_t(b));
     marks.push_back(at->second.watermark);
   });
   return true;
@@ -323,7 +324,7 @@ int64_t Store::put_absent(uint32_t table, const int64_t* keys, const float* valu
   const Table& t = table_of(table);
   if (!kernels_.all_finite(values, n * t.dim)) throw Malformed("initial rows hold NaN or Inf");
   int64_t total = 0;
-  std::vector<uint32_t> made;  // in the bucket at hand
+  std::vector<uint32_t> made;  // in the partition at hand
   made.reserve(n);
   auto put = [&](Rows& rows, const uint64_t* hashes, size_t first, size_t m, size_t left) {
     try {
@@ -339,14 +340,14 @@ int64_t Store::put_absent(uint32_t table, const int64_t* keys, const float* valu
       throw;
     }
   };
-  auto log = [&](uint32_t b, Bucket& bucket, Rows& rows) {
+  auto log = [&](uint32_t b, Partition& partition, Rows& rows) {
     if (made.empty()) return;
     for (size_t i = 0; t.meta && i < made.size(); ++i) {
-      rows.meta(made[i])[kPushedClock] = uint32_t(bucket.clock);
+      rows.meta(made[i])[kPushedClock] = uint32_t(partition.clock);
       rows.meta(made[i])[kPushedAt] = t.life.expire_s ? now_s : 0;
     }
     try {
-      log_rows(b, bucket, rows, made);
+      log_rows(b, partition, rows, made);
     } catch (...) {
       for (uint32_t slot : made) rows.erase(slot);
       throw;
@@ -362,7 +363,7 @@ int64_t Store::assign(uint32_t table, const int64_t* keys, const float* values, 
   const Table& t = table_of(table);
   if (!kernels_.all_finite(values, n * t.dim)) throw Malformed("assigned rows hold NaN or Inf");
   int64_t total = 0;
-  std::vector<std::pair<uint32_t, size_t>> found;  // in the bucket at hand: slot, place in `keys`
+  std::vector<std::pair<uint32_t, size_t>> found;  // in the partition at hand: slot, place in `keys`
   auto look = [&](Rows& rows, const uint64_t* hashes, size_t first, size_t m, size_t) {
     for (size_t k = 0; k < m; ++k) {
       const uint32_t slot = rows.find(keys[first + k], hashes[k]);
@@ -371,16 +372,16 @@ int64_t Store::assign(uint32_t table, const int64_t* keys, const float* values, 
       found.emplace_back(slot, first + k);
     }
   };
-  auto write = [&](uint32_t b, Bucket& bucket, Rows& rows) {
+  auto write = [&](uint32_t b, Partition& partition, Rows& rows) {
     if (found.empty()) return;
-    const bool lagging = lags(bucket), direct = bucket.protect && !lagging;
+    const bool lagging = lags(partition), direct = partition.protect && !lagging;
     Change change(outbox_);
     if (lagging) rows.baseline.reserve(found.size(), rows.end());
     if (direct) {
       blob::Marks marks;
-      marks.fingerprint = bucket.fingerprint;
-      marks.clock = bucket.clock;
-      change.lay_out(b, bucket.seq + 1, marks, {Change::Shape{&t, found.size(), 0}});
+      marks.fingerprint = partition.fingerprint;
+      marks.clock = partition.clock;
+      change.lay_out(b, partition.seq + 1, marks, {Change::Shape{&t, found.size(), 0}});
     }
     for (auto& [slot, i] : found) rows.touch(slot);
     rows.running.clear();
@@ -400,9 +401,9 @@ int64_t Store::assign(uint32_t table, const int64_t* keys, const float* values, 
     }
     if (direct) change.commit();
     if (lagging) {
-      join_open(bucket);
+      join_open(partition);
     } else {
-      ++bucket.seq;
+      ++partition.seq;
     }
     total += int64_t(found.size());
     found.clear();
@@ -417,21 +418,21 @@ void Store::release(const std::vector<int64_t>& shards) {
     if (shard < 0) throw Malformed("shard must not be negative");
   }
   for (int64_t shard : shards) released_.add(shard);
-  each_owned([&](uint32_t b, Bucket& bucket) {
+  each_owned([&](uint32_t b, Partition& partition) {
     blob::Marks gone;
     for (int64_t shard : shards) {
-      if (bucket.shards.erase(shard)) gone.shards.push_back(blob::Mark{shard, -1, 0});
+      if (partition.shards.erase(shard)) gone.shards.push_back(blob::Mark{shard, -1, 0});
     }
-    if (!gone.shards.empty()) log_marks(b, bucket, std::move(gone));
+    if (!gone.shards.empty()) log_marks(b, partition, std::move(gone));
   });
 }
 
 std::vector<uint32_t> Store::initialised() {
   std::unordered_map<uint32_t, size_t> in;
   size_t owned = 0;
-  each_owned([&](uint32_t, Bucket& bucket) {
+  each_owned([&](uint32_t, Partition& partition) {
     ++owned;
-    for (uint32_t table : bucket.initialised) ++in[table];
+    for (uint32_t table : partition.initialised) ++in[table];
   });
   std::vector<uint32_t> out;
   for (auto& [table, n] : in) {
@@ -443,51 +444,51 @@ std::vector<uint32_t> Store::initialised() {
 
 void Store::initialise(uint32_t table) {
   table_of(table);
-  each_owned([&](uint32_t b, Bucket& bucket) {
-    auto at = std::lower_bound(bucket.initialised.begin(), bucket.initialised.end(), table);
-    if (at != bucket.initialised.end() && *at == table) return;
-    bucket.initialised.insert(at, table);
+  each_owned([&](uint32_t b, Partition& partition) {
+    auto at = std::lower_bound(partition.initialised.begin(), partition.initialised.end(), table);
+    if (at != partition.initialised.end() && *at == table) return;
+    partition.initialised.insert(at, table);
     blob::Marks changed;
     changed.initialised.push_back(table);
-    log_marks(b, bucket, std::move(changed));
+    log_marks(b, partition, std::move(changed));
   });
 }
 
-bool Store::watermarks(int64_t shard, std::vector<int32_t>& buckets, std::vector<int64_t>& marks) {
-  each_owned([&](uint32_t b, Bucket& bucket) {
-    auto found = bucket.shards.find(shard);
-    if (found == bucket.shards.end()) return;
-    buckets.push_back(int32_t(b));
+bool Store::watermarks(int64_t shard, std::vector<int32_t>& partitions, std::vector<int64_t>& marks) {
+  each_owned([&](uint32_t b, Partition& partition) {
+    auto found = partition.shards.find(shard);
+    if (found == partition.shards.end()) return;
+    partitions.push_back(int32_t(b));
     marks.push_back(found->second.watermark);
   });
-  return !buckets.empty();
+  return !partitions.empty();
 }
 
 std::vector<int64_t> Store::shards() {
   std::unordered_set<int64_t> all;
-  each_owned([&](uint32_t, Bucket& bucket) {
-    for (auto& [shard, mark] : bucket.shards) all.insert(shard);
+  each_owned([&](uint32_t, Partition& partition) {
+    for (auto& [shard, mark] : partition.shards) all.insert(shard);
   });
   std::vector<int64_t> out(all.begin(), all.end());
   std::sort(out.begin(), out.end());
   return out;
 }
 
-size_t Store::count(uint32_t table, int64_t bucket) {
+size_t Store::count(uint32_t table, int64_t partition) {
   const Table& t = table_of(table);
-  Bucket& b = bucket_at(bucket);
+  Partition& b = partition_at(partition);
   std::lock_guard<std::mutex> hold(b.mutex);
-  return readable(b, bucket).rows[t.index]->count();
+  return readable(b, partition).rows[t.index]->count();
 }
 
-size_t Store::scan(uint32_t table, int64_t bucket, int64_t slot, size_t limit, int64_t* keys, float* values,
+size_t Store::scan(uint32_t table, int64_t partition, int64_t slot, size_t limit, int64_t* keys, float* values,
                    float* state, int64_t& next) {
   const Table& t = table_of(table);
-  Bucket& b = bucket_at(bucket);
+  Partition& b = partition_at(partition);
   if (slot < 0 || limit == 0) throw Malformed("slot must not be negative, limit must be positive");
   std::lock_guard<std::mutex> hold(b.mutex);
-  const Rows& rows = *readable(b, bucket).rows[t.index];
-  if (rows.recovering()) throw Recovering("bucket " + std::to_string(bucket) + " is being rebuilt");
+  const Rows& rows = *readable(b, partition).rows[t.index];
+  if (rows.recovering()) throw Recovering("partition " + std::to_string(partition) + " is being rebuilt");
   size_t n = 0, s = rows.next_used(size_t(slot));
   for (; s < rows.end() && n < limit; s = rows.next_used(s + 1), ++n) {
     keys[n] = rows.key(uint32_t(s));
@@ -499,8 +500,8 @@ size_t Store::scan(uint32_t table, int64_t bucket, int64_t slot, size_t limit, i
 }
 
 void Store::fingerprints(uint64_t* out) {
-  std::fill(out, out + n_buckets_, 0);
-  each_owned([&](uint32_t b, Bucket& bucket) { out[b] = bucket.fingerprint; });
+  std::fill(out, out + n_partitions_, 0);
+  each_owned([&](uint32_t b, Partition& partition) { out[b] = partition.fingerprint; });
 }
 
 std::vector<std::pair<uint32_t, uint64_t>> Store::rows_by_table() {
@@ -512,8 +513,8 @@ std::vector<std::pair<uint32_t, uint64_t>> Store::rows_by_table() {
   std::vector<std::pair<uint32_t, uint64_t>> out;
   out.reserve(tables.size());
   for (auto& [id, index] : tables) out.emplace_back(id, 0);
-  each_owned([&](uint32_t, Bucket& bucket) {
-    for (size_t i = 0; i < tables.size(); ++i) out[i].second += bucket.rows[tables[i].second]->count();
+  each_owned([&](uint32_t, Partition& partition) {
+    for (size_t i = 0; i < tables.size(); ++i) out[i].second += partition.rows[tables[i].second]->count();
   });
   return out;
 }

@@ -25,7 +25,7 @@ struct Init {
 // When rows are made and freed. 0: off.
 struct LifeCycle {
   uint32_t admit_after = 0;     // pushes of a key that only count it, before its row is made
-  uint32_t expire_batches = 0;  // pushes of its bucket without it after which a row may be freed
+  uint32_t expire_batches = 0;  // pushes of its partition without it after which a row may be freed
   uint32_t expire_s = 0;        // the same in seconds
 
   bool any() const { return admit_after || expire_batches || expire_s; }
@@ -39,7 +39,7 @@ enum Meta : int { kPushedClock = 0, kPushedAt, kSightings, kCandidateMeta };
 // memory. Whatever is not used is zero bytes, so that pages XOR. page_bits follows from the record's size alone.
 struct Table {
   uint32_t id = 0;
-  size_t index = 0;  // position in Bucket::rows
+  size_t index = 0;  // position in Partition::rows
   size_t dim = 0, state = 0, meta = 0;
   uint64_t salt = 0, row_seed = 0;
   Optimizer optimizer;
@@ -48,8 +48,8 @@ struct Table {
   // differences that would be as long as values and state (docs/decisions/0017).
   bool dense = false;
   LifeCycle life;
-  // Counts the pushes of keys that have no row yet: records of meta alone, in the buckets of this table's keys. Null:
-  // every key is admitted at once.
+  // Counts the pushes of keys that have no row yet: records of meta alone, in the partitions of this table's keys.
+  // Null: every key is admitted at once.
   const Table* candidates = nullptr;
   int page_bits = 0;
   size_t record_bytes = 0, keys_at = 0, head_bytes = 0, page_bytes = 0;

@@ -39,13 +39,13 @@ struct Feed {
   uint32_t n_entries = 0, n_confirmed = 0;
 };
 struct Entry {
-  uint32_t bucket = 0, kind = 0;
+  uint32_t partition = 0, kind = 0;
   int64_t seq = 0;
   uint64_t bytes = 0;
   int64_t mirror = 0, sweep = 0;
 };
 struct Confirmed {
-  int64_t bucket = 0, seq = 0;
+  int64_t partition = 0, seq = 0;
 };
 #pragma pack(pop)
 static_assert(sizeof(Preamble) == 24 && sizeof(Feed) == 48 && sizeof(Entry) == 40 && sizeof(Confirmed) == 16, "packed");

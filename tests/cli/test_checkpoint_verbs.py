@@ -196,7 +196,7 @@ def test_verify_takes_what_it_reads_as_a_ps_would(where: Path, tmp_path: Path) -
     code, out, err = run("verify", copy)
     assert code == 2
     assert "1 of" in err
-    assert "partition 1: these are not the marks of a bucket: a blob of kind 3" in out
+    assert "partition 1: these are not the marks of a partition: a blob of kind 3" in out
 
 
 def test_old_commands_work_and_say_their_new_names(where: Path, monkeypatch: pytest.MonkeyPatch) -> None:

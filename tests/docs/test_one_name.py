@@ -103,7 +103,6 @@ STILL = {
     "bucket": (
         r"allreduce/(gradient_buckets|reducer|unit_reducer|logical|sharded)\.py",  # they are called so everywhere
         r"pipeline/stage_reducer\.py",
-        r"native/__init__\.py",  # names of the kernels in C++
         r"model/observation\.py",  # an old name for policies, for one version
     ),
 }

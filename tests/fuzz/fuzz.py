@@ -671,7 +671,7 @@ class _Fed:
         self.home.mirror_make(1, [crafted.PARTITION], 0)
         self.seqs: list[tuple[bytes, int]] = []
         contents = [b for b in blobs if not self._applied(b)]
-        assert not contents, "a mirror takes the contents of its bucket"
+        assert not contents, "a mirror takes the contents of its partition"
         crafted.push(self.owner, 2)
         _, entries, data = self.owner.take_outbox(1 << 30)
         self.blobs = [(data[at : at + n].tobytes(), seq) for b, seq, _, at, n in entries if b == crafted.PARTITION]

@@ -401,7 +401,7 @@ def test_nonsense_is_no_blob() -> None:
             other.load_end(0, bad)
         assert other.owned() == [1, 2, 3]
     other.drop(1)
-    with pytest.raises(ValueError, match="not the marks of bucket 1"):
+    with pytest.raises(ValueError, match="not the marks of partition 1"):
         load(other, 1, {}, good)
     assert seal(good) == good
     check_seal(good)

@@ -304,7 +304,7 @@ def test_two_mirrors_are_levelled_before_a_partition_comes_back() -> None:
 def test_recovery_refuses_what_makes_no_sense() -> None:
     cluster = Recovery(3, 2, 1)
     home = cluster.homes[0]
-    with pytest.raises(ValueError, match="does not have all of bucket 0"):
+    with pytest.raises(ValueError, match="does not have all of partition 0"):
         home.recover_begin(ID, [1])
     random_life(cluster, 5)
     for lost, here in (([], None), ([0, 1, 2], None), ([1, 1], None), ([5], None), ([1], [2])):

@@ -78,7 +78,7 @@ class Job:
             case wire.Beat():
                 self.beats.append(request)
             case DrainAsked():  # there is no other ps
-                return Refused(f"{request.target}: nobody else could take its buckets")
+                return Refused(f"{request.target}: nobody else could take its partitions")
         return Ok()
 
     def order(self, order: wire.OrderType) -> None:

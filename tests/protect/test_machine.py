@@ -325,9 +325,9 @@ class World:
                 case Acquired(partition=b):
                     partition = p.store.partitions[b]
                     known = self.history[b].get(partition.seq)
-                    assert partition.seq >= self.acked[b], f"bucket {b} lost {self.acked[b]}, has {partition.seq}"
+                    assert partition.seq >= self.acked[b], f"partition {b} lost {self.acked[b]}, has {partition.seq}"
                     if known is not None:
-                        assert known.same(partition), f"bucket {b} at {partition.seq} is not what it was"
+                        assert known.same(partition), f"partition {b} at {partition.seq} is not what it was"
                     for seq in [s for s in self.history[b] if s > partition.seq]:
                         del self.history[b][seq]
                 case Stuck(why=why):

@@ -155,7 +155,7 @@ class Cluster:
             owed = set(range(B))
             deadline = time.monotonic() + PATIENCE_S
             while owed:
-                assert time.monotonic() < deadline, f"buckets {owed} do not take {self.at}"
+                assert time.monotonic() < deadline, f"partitions {owed} do not take {self.at}"
                 for slot, p in list(self.ps.items()):
                     placement = self.placement  # another thread may publish a newer one
                     here = [b for b in owed if placement.owner[b] == slot]

@@ -174,7 +174,7 @@ def test_snapshots_under_training_are_of_one_moment(tmp_path: Path) -> None:
             train(twin, done, upto)
             done = upto
             assert again.digest(snapshot.partition) == twin.digest(snapshot.partition), (
-                f"bucket {snapshot.partition} at {upto}"
+                f"partition {snapshot.partition} at {upto}"
             )
 
 

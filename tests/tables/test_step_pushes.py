@@ -242,7 +242,7 @@ class World:
             raise AssertionError(f"stuck: {self.group}")
         steps = [self.committed[s] for s in range(STEPS)]
         for b in range(PARTITIONS):
-            assert self.ps[self.owner[b]].applied.get(b, []) == steps, f"bucket {b}"
+            assert self.ps[self.owner[b]].applied.get(b, []) == steps, f"partition {b}"
 
 
 @pytest.mark.parametrize("seed", range(150))

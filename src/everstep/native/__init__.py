@@ -238,11 +238,6 @@ class Store(_native.Store):
         self._specs: dict[int, TableSpec] = {}
         self._specs_lock = threading.Lock()
 
-    @property
-    def n_partitions(self) -> int:
-        """Return how many partitions the job has."""
-        return self.n_buckets
-
     def set_lag(self, most_bytes: int, most_pushes: int, late_s: float) -> None:
         """Let mirrors lag: a push flushes its partition itself where that has more open than this, or for longer."""
         self._set_lag(True, most_bytes, most_pushes, late_s)
@@ -250,14 +245,6 @@ class Store(_native.Store):
     def lag(self) -> LagState:
         """Return what is open."""
         return LagState(*self._lag())
-
-    def partition_rows(self, partition: int) -> dict[int, int]:
-        """Return the rows of the partition by table."""
-        return self.bucket_rows(partition)
-
-    def partition_bytes(self, partition: int) -> int:
-        """Return the bytes of memory that the partition takes."""
-        return self.bucket_bytes(partition)
 
     def __repr__(self) -> str:
         return f"<Store partitions={len(self.owned())}/{self.n_partitions} tables={len(self._specs)}>"

@@ -167,7 +167,7 @@ def parse_marks(data: bytes) -> Blob:
     if len(data) < _HEADER.size:
         raise ValueError("a blob ends too early")
     if (kind := _HEADER.unpack_from(data)[2]) != BlobKind.MARKS:
-        raise ValueError(f"these are not the marks of a bucket: a blob of kind {kind}")
+        raise ValueError(f"these are not the marks of a partition: a blob of kind {kind}")
     return parse(data)
 
 

@@ -115,7 +115,7 @@ class PushLedger:
         wanted = list(partitions)
         for b in wanted:
             if not 0 <= b < self.n_partitions:
-                raise ValueError(f"bucket {b} does not exist")
+                raise ValueError(f"partition {b} does not exist")
         for b in wanted:
             self.partitions.setdefault(b, PartitionLedger())
         self.partitions = dict(sorted(self.partitions.items()))
@@ -145,13 +145,13 @@ class PushLedger:
         if not partitions:
             return list(self.partitions)
         if len(partitions) != (self.n_partitions + 7) // 8:
-            raise ValueError("the bitmap of buckets has the wrong length")
+            raise ValueError("the bitmap of partitions has the wrong length")
         addressed = bitmap_partitions(partitions)
         for b in addressed:
             if b >= self.n_partitions:
-                raise ValueError(f"bucket {b} does not exist")
+                raise ValueError(f"partition {b} does not exist")
             if b not in self.partitions:
-                raise KeyError(f"bucket {b} is not owned here")
+                raise KeyError(f"partition {b} is not owned here")
         return addressed
 
     def push(

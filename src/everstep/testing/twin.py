@@ -238,7 +238,7 @@ class TwinRows:
     def adopt(self, pages: dict[int, NDArray[np.uint8]], partition: int, n_partitions: int) -> None:
         """Take pages of a snapshot; this is empty. ValueError: no store has made them."""
         layout, n = self.layout, 1 << self.layout.page_bits
-        where = f"table {self.table} of bucket {partition}: "
+        where = f"table {self.table} of partition {partition}: "
         found: dict[int, _Row] = {}
         for number, page in sorted(pages.items()):
             used = np.unpackbits(page[: n // 8], bitorder="little").astype(bool)
@@ -251,7 +251,7 @@ class TwinRows:
                         raise ValueError(f"{where}a slot that is not used is not zero")
                     continue
                 if partition_of(keys[i : i + 1], self.salted, n_partitions)[0] != partition:
-                    raise ValueError(f"{where}key {keys[i]} belongs to another bucket")
+                    raise ValueError(f"{where}key {keys[i]} belongs to another partition")
                 words, dim, state = records[i].tobytes(), 4 * layout.dim, 4 * layout.state
                 found[number * n + i] = _Row(
                     int(keys[i]),
@@ -361,7 +361,7 @@ class TwinStore:
     def protect(self, partitions: Sequence[int], on: bool) -> None:
         for b in partitions:
             if on and b not in self.ledger.partitions:
-                raise KeyError(f"bucket {b} is not owned here")
+                raise KeyError(f"partition {b} is not owned here")
             self._held[b].protect = on
 
     def take(self) -> list[bytes]:
@@ -434,7 +434,7 @@ class TwinStore:
 
     def load_begin(self, partition: int) -> None:
         if partition in self.ledger.partitions:
-            raise ValueError(f"bucket {partition} is here already: drop it first")
+            raise ValueError(f"partition {partition} is here already: drop it first")
         self.drop(partition)
         self._incoming[partition] = {}
 
@@ -448,18 +448,18 @@ class TwinStore:
             if not 0 <= number < 1 << 24 or (number + 1) << layout.page_bits > MOST_SLOTS:
                 raise ValueError(f"page {number} of table {table} cannot be")
         if partition not in self._incoming:
-            raise ValueError(f"bucket {partition} is not being loaded")
+            raise ValueError(f"partition {partition} is not being loaded")
         of_table = self._incoming[partition].setdefault(table, {})
         of_table.update(zip(page_nos, pages.reshape(len(page_nos), -1).copy(), strict=True))
 
     def load_end(self, partition: int, marks: bytes) -> None:
         if partition not in self._incoming:
-            raise ValueError(f"bucket {partition} is not being loaded")
+            raise ValueError(f"partition {partition} is not being loaded")
         incoming = self._incoming.pop(partition)
         check_seal(marks)
         blob = parse_marks(marks)
         if blob.partition != partition:
-            raise ValueError(f"these are not the marks of bucket {partition}")
+            raise ValueError(f"these are not the marks of partition {partition}")
         held = self._held[partition]
         try:
             for table, pages in incoming.items():
@@ -515,7 +515,7 @@ class TwinStore:
         partitions: list[int] = partition_of(keys, table, self.n_partitions).tolist()
         for b in partitions:
             if b not in self.ledger.partitions:
-                raise KeyError(f"bucket {b} is not owned here")
+                raise KeyError(f"partition {b} is not owned here")
         return partitions
 
     def _new_row(self, spec: TableSpec, key: int, values: F32 | None = None) -> _Row:
@@ -625,7 +625,7 @@ class TwinStore:
                 raise ValueError("FTRL needs a learning rate above 0")
             at = self._partitions(table, keys)
             if at != sorted(at):
-                raise ValueError("keys are not grouped by ascending bucket")
+                raise ValueError("keys are not grouped by ascending partition")
             work.append((spec, at, keys.tolist(), grads, Rate(own, options)))
         for spec, _, _, grads, _ in work:
             if not np.isfinite(grads).all():
@@ -806,9 +806,9 @@ class TwinStore:
     ) -> tuple[I64, F32, F32 | None, int]:
         spec = self._spec(table)
         if not 0 <= partition < self.n_partitions or slot < 0 or limit < 1:
-            raise ValueError("no such bucket or slot, or the limit is not positive")
+            raise ValueError("no such partition or slot, or the limit is not positive")
         if partition not in self.ledger.partitions:
-            raise KeyError(f"bucket {partition} is not owned here")
+            raise KeyError(f"partition {partition} is not owned here")
         rows = [(s, row) for s, row in self._held[partition].rows[table].used() if s >= slot]
         found = [row for _, row in rows[:limit]]
         width = spec.optimizer.state_floats(spec.dim)

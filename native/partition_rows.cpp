@@ -1,4 +1,4 @@
-#include "bucket_rows.h"
+#include "partition_rows.h"
 
 #include <algorithm>
 #include <cstring>
@@ -105,7 +105,7 @@ uint32_t Rows::insert(int64_t key, uint64_t hash, const float* values) {
   const uint64_t size = index_bytes() / sizeof(Entry);
   if ((uint64_t(count_) + 1) * 10 > size * 7) resize_index(size ? size * 2 : 16);
   if (count_ >= 0xff000000u)
-    throw std::runtime_error("a bucket holds at most 4278190080 rows of a table: use more buckets");
+    throw std::runtime_error("a partition holds at most 4278190080 rows of a table: use more partitions");
   const uint32_t slot = free_slot();
   const size_t p = slot >> table_.page_bits, i = in_page(slot);
   if (p == pages_.size()) {
@@ -200,10 +200,10 @@ std::vector<uint8_t*> Rows::give_up() {
   return out;
 }
 
-void Rows::adopt(std::vector<uint8_t*>&& pages, uint32_t bucket, uint32_t n_buckets) {
-  if (count_ || !pages_.empty()) throw Malformed("a bucket that has rows cannot take pages");
+void Rows::adopt(std::vector<uint8_t*>&& pages, uint32_t partition, uint32_t n_partitions) {
+  if (count_ || !pages_.empty()) throw Malformed("a partition that has rows cannot take pages");
   const size_t slots = table_.slots();
-  const std::string where = "table " + std::to_string(table_.id) + " of bucket " + std::to_string(bucket) + ": ";
+  const std::string where = "table " + std::to_string(table_.id) + " of partition " + std::to_string(partition) + ": ";
   std::vector<uint16_t> used(pages.size());
   uint64_t count = 0;
   std::vector<uint8_t> zeros(table_.record_bytes);
@@ -214,8 +214,8 @@ void Rows::adopt(std::vector<uint8_t*>&& pages, uint32_t bucket, uint32_t n_buck
     for (size_t i = 0; i < slots; ++i) {
       if (bits[i >> 6] >> (i & 63) & 1) {
         ++used[p];
-        if (bucket_of(key_hash(keys[i], table_.salt), n_buckets) != bucket)
-          throw Malformed(where + "key " + std::to_string(keys[i]) + " belongs to another bucket");
+        if (partition_of(key_hash(keys[i], table_.salt), n_partitions) != partition)
+          throw Malformed(where + "key " + std::to_string(keys[i]) + " belongs to another partition");
       } else if (keys[i] || std::memcmp(table_.record(pages[p], i), zeros.data(), zeros.size()) != 0) {
         throw Malformed(where + "a slot that is not used is not zero");
       }

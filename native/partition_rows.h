@@ -1,9 +1,9 @@
-// The rows of one table in one bucket: pages of slots, and an open-addressing index from key to slot.
+// The rows of one table in one partition: pages of slots, and an open-addressing index from key to slot.
 //
 // A slot never moves; a freed one is zeroed and used again. The next new row gets the lowest unused slot of the pages
 // that have rows, else of the first page without: where rows go depends on the pages alone, not on how they came to be:
 // an owner that got the pages goes on as the old one would have. Pages and index belong to the pool and go with it. Not
-// thread-safe: under the bucket's mutex, except `prefetch`.
+// thread-safe: under the partition's mutex, except `prefetch`.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -23,7 +23,12 @@ class Rows {
   static constexpr uint32_t kNone = 0xffffffffu;
 
   Rows(const Table& table, Pool& pool, uint64_t generation)
-      : running(table, pool), baseline(table), table_(table), pool_(pool), generation_(generation), tracking_(generation > 1) {}
+      : running(table, pool),
+        baseline(table),
+        table_(table),
+        pool_(pool),
+        generation_(generation),
+        tracking_(generation > 1) {}
   Rows(const Rows&) = delete;
   Rows& operator=(const Rows&) = delete;
 
@@ -83,13 +88,13 @@ class Rows {
   // ---- whole pages: null where no slot is used. page_bytes each, from the pool.
   const std::vector<uint8_t*>& pages() const { return pages_; }
   // Takes the pages (this must be empty) and builds the index. Malformed: pages that no store has made, e.g. a key of
-  // another bucket; then nothing is taken and the caller still owns them.
-  void adopt(std::vector<uint8_t*>&& pages, uint32_t bucket, uint32_t n_buckets);
+  // another partition; then nothing is taken and the caller still owns them.
+  void adopt(std::vector<uint8_t*>&& pages, uint32_t partition, uint32_t n_partitions);
   // Gives the pages away; this is empty then.
   std::vector<uint8_t*> give_up();
   void clear();
 
-  // ---- rows that are not here yet (a bucket that is being rebuilt)
+  // ---- rows that are not here yet (a partition that is being rebuilt)
   bool recovering() const { return !absent_.empty(); }
   bool absent(uint32_t slot) const { return (slot >> 6) < absent_.size() && (absent_[slot >> 6] >> (slot & 63) & 1); }
   // All used slots are absent from now on; `arrived` ends that for one, `recovered` for all.
@@ -157,7 +162,7 @@ class Rows {
 
   const Table& table_;
   Pool& pool_;
-  // Atomic only because other threads prefetch by them without the bucket's mutex.
+  // Atomic only because other threads prefetch by them without the partition's mutex.
   std::atomic<Entry*> entries_{nullptr};
   std::atomic<uint64_t> mask_{0};  // groups - 1
   uint32_t count_ = 0;

@@ -1,4 +1,4 @@
-// A bucket: its rows by table, and its marks. One critical section, by its mutex.
+// A partition: its rows by table, and its marks. One critical section, by its mutex.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "blob.h"
-#include "bucket_rows.h"
+#include "partition_rows.h"
 
 namespace everstep {
 
@@ -26,7 +26,7 @@ enum class Phase : int {
   kHandedOver,  // not served any more, but its contents can be read until it is dropped
 };
 
-struct alignas(64) Bucket {
+struct alignas(64) Partition {
   std::mutex mutex;
   std::atomic<bool> owned{false};  // phase == kOwned; may be looked at without the mutex, for an early refusal
   Phase phase = Phase::kEmpty;
@@ -42,7 +42,7 @@ struct alignas(64) Bucket {
   std::vector<std::unique_ptr<Rows>> rows;   // by Table::index
   std::vector<std::pair<const Table*, std::vector<uint8_t*>>> incoming;  // pages of an image
 
-  // The open change of a bucket whose mirrors lag: everything since their newest difference.
+  // The open change of a partition whose mirrors lag: everything since their newest difference.
   struct Open {
     int64_t number = 0;  // of all that were ever opened here; 0: there is none
     int64_t since_ns = 0;

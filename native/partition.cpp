@@ -1,10 +1,10 @@
-#include "bucket.h"
+#include "partition.h"
 
 #include <algorithm>
 
 namespace everstep {
 
-blob::Marks Bucket::marks() const {
+blob::Marks Partition::marks() const {
   blob::Marks out;
   out.fingerprint = fingerprint;
   out.clock = clock;
@@ -15,7 +15,7 @@ blob::Marks Bucket::marks() const {
   return out;
 }
 
-void Bucket::set_marks(const blob::Marks& marks, int64_t at_seq) {
+void Partition::set_marks(const blob::Marks& marks, int64_t at_seq) {
   seq = at_seq;
   clock = marks.clock;
   fingerprint = marks.fingerprint;
@@ -26,7 +26,7 @@ void Bucket::set_marks(const blob::Marks& marks, int64_t at_seq) {
   initialised.erase(std::unique(initialised.begin(), initialised.end()), initialised.end());
 }
 
-void Bucket::clear() {
+void Partition::clear() {
   owned = false;
   phase = Phase::kEmpty;
   protect = snapshot = false;
