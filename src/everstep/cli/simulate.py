@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import math
 import os
 import statistics
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +18,7 @@ from everstep.config.every import parse_every
 from everstep.config.load import check_spec, load_spec
 from everstep.config.spec import JobSpec
 from everstep.errors import ConfigError
+from everstep.master.callables import load_callable
 from everstep.model.capacity import Market, Offer
 from everstep.monitor.node_costs import HOUR_S, Costs, reckon
 from everstep.monitor.price_files import read_prices
@@ -262,10 +261,8 @@ def _load_spot_policy(name: str) -> SpotPolicy | None:
     if not colon or not attribute or not module:
         raise ConfigError(f"{where}: expected {', '.join(SHIPPED)}, or module:callable")
     try:
-        if "" not in sys.path:
-            sys.path.insert(0, "")
-        found: SpotPolicy = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+        found: SpotPolicy = load_callable(name, Path())
+    except (ImportError, AttributeError, TypeError) as error:
         raise ConfigError(f"{where}: {error}") from None
     return found
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import importlib
 import queue
-import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -30,6 +29,7 @@ from everstep.brain.policy_control import as_plan, as_returned, batch_shares, er
 from everstep.config.renamed import POLICIES as RENAMED_POLICIES
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, Slot
+from everstep.master.callables import load_callable
 from everstep.model.observation import Observations, ServerSeen, WorkerSeen
 from everstep.model.plan import Plan
 from everstep.model.step_schedule import BatchShare
@@ -174,19 +174,15 @@ def _load_one(name: str, folder: Path) -> Policy:
     name = RENAMED_POLICIES.get(name, name)  # (job.json of a job of before)
     if name in SHIPPED:
         return SHIPPED[name]
-    module, _, attribute = name.partition(":")
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
-    policy: Policy = getattr(importlib.import_module(module), attribute)
-    if not callable(policy):
-        raise TypeError(f"{name} is {type(policy).__name__}, not a callable")
+    policy: Policy = load_callable(name, folder)
     return policy
 
 
 def _where(error: BaseException) -> str:
     """Return the line of the policy's own that raised, as " (mine.py, line 7)"; "": nobody's, or it says so itself."""
     frames = traceback.extract_tb(error.__traceback__)[1:]  # (the first one is ours)
-    own = [f for f in frames if not f.filename.startswith("<") and f.filename not in (__file__, importlib.__file__)]
+    ours = (__file__, load_callable.__code__.co_filename, importlib.__file__)
+    own = [f for f in frames if not f.filename.startswith("<") and f.filename not in ours]
     return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
 
 

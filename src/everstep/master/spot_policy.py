@@ -7,9 +7,7 @@ something else, or takes longer than ``LIMIT_S`` is asked no more: the last inte
 
 from __future__ import annotations
 
-import importlib
 import queue
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +19,7 @@ from everstep.config.every import MIN_EVERY_S
 from everstep.config.parity import parse_code
 from everstep.config.spec import JobSpec
 from everstep.errors import ConfigError
+from everstep.master.callables import load_callable
 from everstep.model.spot_choice import ReclaimsSeen, SpotChoice
 from everstep.monitor.reclaims import ReclaimCounter
 from everstep.policies.spot import INTERVAL_MAX_S, SpotPlan, SpotPolicy, SpotSeen, by_hazard, hazard_of
@@ -150,10 +149,5 @@ def load_spot_policy(name: str, folder: Path) -> SpotPolicy:
     where Python finds modules. Raises what importing raises, AttributeError, TypeError."""
     if name == "hazard":
         return by_hazard
-    module, _, attribute = name.partition(":")
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
-    found: SpotPolicy = getattr(importlib.import_module(module), attribute)
-    if not callable(found):
-        raise TypeError(f"{name} is {type(found).__name__}, not a callable")
+    found: SpotPolicy = load_callable(name, folder)
     return found
