@@ -9,7 +9,7 @@ from typing import Protocol
 from everstep.allreduce.serialize import SerializedState
 from everstep.brain.events import Answer
 from everstep.config.spec import JobSpec
-from everstep.ids import Incarnation, Slot
+from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.group import Committed, HeldCopy
 from everstep.net.messages import RequestType
 
@@ -30,6 +30,7 @@ class MemberRuntime(Protocol):
     spec: JobSpec
     slot: Slot
     incarnation: Incarnation
+    node: NodeId
     run_dir: Path
     embedded: bool
 

@@ -35,7 +35,7 @@ from everstep.errors import (
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.group import Group, GroupMember, Position
 from everstep.model.member import Address
-from everstep.net.auth import Identity, Secret, load_secret
+from everstep.net.auth import Identity, Secret, load_secret, worker_identity
 from everstep.net.data import DataClient, DataServer
 from everstep.net.messages import TakeReplica
 from everstep.net.rendezvous import SECRET_FILE, worker_socket
@@ -83,7 +83,7 @@ class ReplicaSync:
             self._listen(os.environ.get("EVERSTEP_HOST", "") if host is None else host)
 
     def __repr__(self) -> str:
-        return f"<ReplicaSync at {self._state.position}, origin {self.own_lineage}, {self._follower or self.source!r}>"
+        return f"<ReplicaSync at {self._state.position}, lineage {self.own_lineage}, {self._follower or self.source!r}>"
 
     def _listen(self, host: str) -> None:
         runtime = self._runtime
@@ -94,7 +94,7 @@ class ReplicaSync:
         if runtime.spec.bind and host:
             listeners.append(listen_tcp(host, 0))
             port = listeners[-1].getsockname()[1]
-        self.address = Address(self._node, path, host if port else "", port)
+        self.address = Address(runtime.node, path, host if port else "", port)
         tls = runtime.spec.tls == "all" and bool(port)
         self._server = DataServer(self.source, listeners, self._secret, self._identity(), tls=tls)
 
@@ -103,20 +103,8 @@ class ReplicaSync:
         """Return the job's; None: this is no job of several processes."""
         return self._secret
 
-    @property
-    def _node(self) -> NodeId:
-        return NodeId(str(getattr(self._runtime, "node", "node0")))
-
     def _identity(self) -> Identity:
-        runtime = self._runtime
-        return Identity(
-            purpose="data",
-            role="worker",
-            slot=runtime.slot,
-            incarnation=runtime.incarnation,
-            node=self._node,
-            pid=os.getpid(),
-        )
+        return worker_identity(*self._me, self._runtime.node)
 
     @property
     def _me(self) -> tuple[Slot, Incarnation]:

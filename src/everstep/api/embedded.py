@@ -183,7 +183,7 @@ class EmbeddedRuntime:
 
     def __init__(self, spec: JobSpec, run_dir: Path, prefetch: int = 0) -> None:
         self.spec, self.run_dir, self.prefetch = spec, run_dir, prefetch
-        self.slot, self.incarnation = Slot(0), Incarnation(1)
+        self.slot, self.incarnation, self.node = Slot(0), Incarnation(1), _NODE
         self.arena = Arena(_ARENA_BYTES)
         self.client = PsClient(self.arena)
         self.service: PsService | None = None

@@ -20,11 +20,10 @@ from everstep.allreduce.state import ReplicaState
 from everstep.api.group_trainer import GroupTrainer
 from everstep.api.listeners import WorkerRuntime
 from everstep.errors import EverstepError, ScriptError
-from everstep.ids import NodeId
 from everstep.model.copy_places import CopyPlace
 from everstep.model.stage_spans import StageIteration
 from everstep.monitor.span_log import SpanLog
-from everstep.net.auth import Identity, load_secret
+from everstep.net.auth import load_secret, worker_identity
 from everstep.net.data import DataClient
 from everstep.net.rendezvous import SECRET_FILE
 from everstep.pipeline.copy_elsewhere import CONNECT_S, NeighbourWatch, copy_places
@@ -41,7 +40,6 @@ from everstep.pipeline.staged_model import StagedModel, parts_of
 from everstep.pipeline.stages import StageRunner, WholeRunner
 from everstep.pipeline.stages_state import StagesState, WholeModel, digest_of
 from everstep.policies.idle_spans import SpanSampler
-from everstep.policies.node_selection import HOME_NODE
 
 
 class PipelineTrainer(GroupTrainer):
@@ -88,22 +86,11 @@ class PipelineTrainer(GroupTrainer):
             with contextlib.suppress(EverstepError):  # (without the master there is no job)
                 places, of = copy_places(runtime).places, (runtime.slot, runtime.spec.stages)
                 sync.copy = KeptCopy.find_elsewhere(places, self._connect_copies, *of, self._whole, own)
-        self._watch = NeighbourWatch(runtime, memory.page, self._node, not joined)
-
-    @property
-    def _node(self) -> NodeId:
-        return NodeId(os.environ.get("EVERSTEP_NODE", HOME_NODE))
+        self._watch = NeighbourWatch(runtime, memory.page, runtime.node, not joined)
 
     def _connect_copies(self, place: CopyPlace) -> DataClient:
         runtime = self._runtime
-        identity = Identity(
-            purpose="data",
-            role="worker",
-            slot=runtime.slot,
-            incarnation=runtime.incarnation,
-            node=self._node,
-            pid=os.getpid(),
-        )
+        identity = worker_identity(runtime.slot, runtime.incarnation, runtime.node)
         secret = load_secret(runtime.run_dir / SECRET_FILE)
         tls = runtime.spec.tls
         return DataClient(place.address, secret=secret, identity=identity, tls=tls, connect_timeout_s=CONNECT_S)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from types import FrameType
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from everstep.api.listeners import GroupListener, Listener, ScheduleListener
 from everstep.api.script_exit import ScriptExit, ask_again_when_lost
@@ -35,7 +35,7 @@ from everstep.model.member import Role
 from everstep.model.placement import Placement, PsPlace
 from everstep.net import messages
 from everstep.net.arena import Arena
-from everstep.net.auth import Identity, load_secret
+from everstep.net.auth import Identity, load_secret, worker_identity
 from everstep.net.control import ControlClient
 from everstep.net.data import DataClient
 from everstep.net.messages import OrderType, RequestType
@@ -171,15 +171,8 @@ class ProcessRuntime:
 
     # ------------------------------------------------------------ the master
 
-    def _identity(self, purpose: str) -> Identity:
-        return Identity(
-            purpose=purpose,  # type: ignore[arg-type]
-            role="worker",
-            slot=self.slot,
-            incarnation=self.incarnation,
-            node=self.node,
-            pid=os.getpid(),
-        )
+    def _identity(self, purpose: Literal["control", "data"]) -> Identity:
+        return worker_identity(self.slot, self.incarnation, self.node, purpose)
 
     def _hello(self) -> RequestType:
         assert self._listener is not None

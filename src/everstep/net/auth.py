@@ -194,6 +194,13 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
         return str(self.role)
 
 
+def worker_identity(
+    slot: Slot, incarnation: Incarnation, node: NodeId, purpose: Literal["control", "data"] = "data"
+) -> Identity:
+    """Return who this process is, a worker's."""
+    return Identity(purpose=purpose, role="worker", slot=slot, incarnation=incarnation, node=node, pid=os.getpid())
+
+
 class _Hello(msgspec.Struct, frozen=True, tag="hello"):
     nonce: bytes
     identity: Identity
