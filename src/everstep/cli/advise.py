@@ -150,7 +150,7 @@ def lines(case: Case, found: list[Option]) -> list[str]:
         shown = f"{min(option.loss, 9.999):7.1%}  {option.memory:5.2f}x  {every:>9}  {redo:>8}"
         out.append(f"  {option.name:24} {shown}  {parts}")
     out.append("  no way loses a sample; redo: the most that is trained again after a loss")
-    out.append(same_promise(case))
+    out.append(same_promise(case, found))
     out.append("")
     for k, m in ((1, 1), (4, 1), (4, 2)):
         if k + m <= case.ps:
@@ -166,10 +166,10 @@ def lines(case: Case, found: list[Option]) -> list[str]:
     return out
 
 
-def same_promise(case: Case) -> str:
+def same_promise(case: Case, found: list[Option]) -> str:
     """Return what checkpoints cost that leave no more to be trained again than mirrors that lag."""
     same = within(case, case.lag_s)
-    lagging = [o for o in options(case) if o.redo_s == case.lag_s and o.interval_s != case.lag_s]
+    lagging = [o for o in found if o.redo_s == case.lag_s and o.interval_s != case.lag_s]
     text = f"  at most {span(case.lag_s)} of redo: incremental checkpoints alone "
     if same.parts["waiting for the storage"]:
         took_s = case.lag_s * (1.0 + same.parts["waiting for the storage"])

@@ -8,8 +8,7 @@ loses, mean time between losses of a ps ``M``, restart time ``R`` and read time 
   the optimum checkpoint interval", CACM 17(9), 1974), but ``T`` cannot be below ``W``. After a loss only the lost
   ps's partitions are read, ``L = bytes / ps / bandwidth``; the batches since are computed again.
 * *Incremental checkpoints* write the share ``f`` of the bytes that changed since the last one, and a full one after
-``n``
-  of them: ``W' = W (1 + n f) / (n + 1)`` on average, and ``L`` grows by ``1 + n f / 2``. (Check-N-Run, NSDI 2022,
+  ``n`` of them: ``W' = W (1 + n f) / (n + 1)`` on average, and ``L`` grows by ``1 + n f / 2``. (Check-N-Run, NSDI 2022,
   reports 6 to 17 times less bandwidth, so ``f`` of 0.06 to 0.17 there, with quantisation.)
 * *Parity K+M, replica*: a constant share ``o`` (``m o`` for m), whatever the bytes and the failures (ECRec measured 18
   to 22 %; 2.6 to 5.2 % without dense replication and two-phase commit), and a rebuild of ``B = k bytes / ps /
@@ -102,10 +101,7 @@ def checkpoint_loss(cost_s: float, write_s: float, restore_s: float, mtbf_s: flo
 
 def checkpoints(case: Case, incremental: bool, mtbf_s: float | None = None) -> Option:
     """Return what checkpoints cost; ``mtbf_s``: between the losses that need them, if not all do."""
-    full_s = case.table_bytes / case.bandwidth
-    n, f = (case.full_every, case.changed) if incremental else (0, 1.0)
-    write_s = full_s * (1.0 + n * f) / (n + 1.0)
-    read_s = full_s / case.ps * (1.0 + n * f / 2.0)
+    write_s, read_s = _write_and_read_s(case, incremental)
     interval_s, parts = checkpoint_loss(
         case.stall * write_s, write_s, case.restart_s + read_s, case.mtbf_s if mtbf_s is None else mtbf_s
     )
@@ -113,17 +109,22 @@ def checkpoints(case: Case, incremental: bool, mtbf_s: float | None = None) -> O
     return Option(name, sum(parts.values()), interval_s, 1.0, parts, interval_s)
 
 
+def _write_and_read_s(case: Case, incremental: bool) -> tuple[float, float]:
+    """Return how long a checkpoint takes to be written, on average, and what a lost ps needs of it to be read."""
+    full_s = case.table_bytes / case.bandwidth
+    n, f = (case.full_every, case.changed) if incremental else (0, 1.0)
+    return full_s * (1.0 + n * f) / (n + 1.0), full_s / case.ps * (1.0 + n * f / 2.0)
+
+
 def within(case: Case, redo_s: float) -> Option:
     """Return what incremental checkpoints cost that leave at most ``redo_s`` to be trained again after a loss. If they
     cannot be written that often, training waits for the storage: that is part of the loss."""
-    n, f = case.full_every, case.changed
-    full_s = case.table_bytes / case.bandwidth
-    write_s = full_s * (1.0 + n * f) / (n + 1.0)
+    write_s, read_s = _write_and_read_s(case, incremental=True)
     parts = {
         "writing": case.stall * write_s / redo_s,
         "waiting for the storage": max(0.0, write_s / redo_s - 1.0),
         "trained again": redo_s / 2.0 / case.mtbf_s,
-        "restoring": (case.restart_s + full_s / case.ps * (1.0 + n * f / 2.0)) / case.mtbf_s,
+        "restoring": (case.restart_s + read_s) / case.mtbf_s,
     }
     return Option("incremental checkpoints", sum(parts.values()), redo_s, 1.0, parts, redo_s)
 

@@ -177,15 +177,17 @@ def _decide(
     best = max(choice.score for choice in choices)
     near = [choice for choice in choices if choice.score >= (1 - settings.near) * best]
     chosen = min(near, key=lambda c: (sum(c.size), -c.score))
-    if chosen.size == now or left <= 0 or not _pays(model, now, chosen.size, power, settings, score(now)):
+    if chosen.size == now or left <= 0 or not _pays(model, now, chosen, power, settings, score(now)):
         return _rest(seen, state, model, left)
     state.changes += 1
     return _change(seen, model, now, chosen.size, left - 1), state
 
 
-def _pays(model: SpeedModel, now: Size, to: Size, power: float, settings: AutoSettings, score_now: float) -> bool:
+def _pays(
+    model: SpeedModel, now: Size, chosen: _Choice, power: float, settings: AutoSettings, score_now: float
+) -> bool:
     """Return whether a change from one size to another is worth it."""
-    gain = model.speed(*to).mean / sum(to) ** power / score_now
+    to, gain = chosen.size, chosen.score / score_now
     fewer = (sum(to) / sum(now)) ** power
     if sum(to) < sum(now):
         saves = gain >= 1 + settings.gain or sum(to) <= 0.9 * sum(now)
@@ -193,18 +195,20 @@ def _pays(model: SpeedModel, now: Size, to: Size, power: float, settings: AutoSe
     return gain >= 1 + settings.gain and model.chance(to, now, (1 + settings.near) * fewer) >= settings.chance
 
 
+def _bounds(seen: Observations) -> tuple[Size, Size]:
+    """Return the fewest and the most workers, and the fewest and the most ps, that a job may have."""
+    workers = max(1, seen.min_workers), max(seen.max_workers, seen.wanted_workers)
+    return workers, (max(1, seen.min_ps), max(seen.max_ps, seen.wanted_ps)) if seen.wanted_ps else (0, 0)
+
+
 def within(seen: Observations, size: Size) -> bool:
     """Return whether a job may have this size."""
-    workers, ps = size
-    if not max(1, seen.min_workers) <= workers <= max(seen.max_workers, seen.wanted_workers):
-        return False
-    return ps == 0 if not seen.wanted_ps else max(1, seen.min_ps) <= ps <= max(seen.max_ps, seen.wanted_ps)
+    return all(least <= count <= most for count, (least, most) in zip(size, _bounds(seen), strict=True))
 
 
 def candidates(seen: Observations, now: Size, factor: int) -> list[Size]:
     """Return the sizes that one change may lead to: at most ``factor`` times, and at least half of each role."""
-    workers = _counts(now[0], max(1, seen.min_workers), max(seen.max_workers, now[0]), factor)
-    ps = _counts(now[1], max(1, seen.min_ps), max(seen.max_ps, now[1]), factor) if now[1] else [0]
+    workers, ps = (_counts(count, *bounds, factor) for count, bounds in zip(now, _bounds(seen), strict=True))
     return [(w, p) for w in workers for p in ps]
 
 
