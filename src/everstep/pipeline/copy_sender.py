@@ -220,13 +220,13 @@ class CopySender:
         sent = flight = 0
         try:
             while sent < len(job.sums):
-                count = self._may_send(job, sent)
-                body = job.body[sent * BLOCK_BYTES : (sent + count) * BLOCK_BYTES]
-                blocks = CopyBlocks(*of, job.step, sent, count)
-                client.send(blocks, (job.sums[sent : sent + count].tobytes(), body.data), timeout_s=ANSWER_S)
+                self._await_turn(job, sent)
+                body = job.body[sent * BLOCK_BYTES : (sent + 1) * BLOCK_BYTES]
+                blocks = CopyBlocks(*of, job.step, sent, 1)
+                client.send(blocks, (job.sums[sent : sent + 1].tobytes(), body.data), timeout_s=ANSWER_S)
                 self.sent_bytes += len(body)
                 self.late_bytes += 0 if self._open else len(body)
-                sent, flight = sent + count, flight + 1
+                sent, flight = sent + 1, flight + 1
                 if flight == _FLIGHT:
                     flight -= 1
                     self._take(client.receive(timeout_s=ANSWER_S))
@@ -245,18 +245,15 @@ class CopySender:
             logger.info("stage %d: node %s keeps copies again", self._stage, self.neighbour)
             self._refused = ""
 
-    def _may_send(self, job: _Job, sent: int) -> int:
-        """Wait until a block may go; return how many."""
+    def _await_turn(self, job: _Job, sent: int) -> None:
+        """Wait until one more block may go. Raises _DroppedError."""
         with self._changed:
             while True:
                 if job.dropped:
                     raise _DroppedError
-                if self._open or self._extra > 0:
-                    ready = job.ready - sent
-                    if ready > 0:
-                        if not self._open:
-                            self._extra -= 1
-                        return 1
+                if (self._open or self._extra > 0) and job.ready > sent:
+                    self._extra -= 0 if self._open else 1
+                    return
                 self._changed.wait(_LOOK_S if self._open else None)
 
     def _take(self, answered: tuple[DataAnswer, memoryview]) -> None:

@@ -34,7 +34,7 @@ _RESERVE: Final = 1 / 16  # of the machine's memory: not taken for copies
 
 
 class CopyMeta(msgspec.Struct, frozen=True):
-    """Says what a copy of all stages is of; in the slot of the first stage. ``lineage``: of the lineage;
+    """Says what a copy of all stages is of; in the slot of the first stage. ``lineage``: that its state belongs to;
     ``steps``: committed ones that the journal may lack."""
 
     position: Position = Position()
@@ -131,7 +131,6 @@ class CopySlot:
         self.clear()
         head = self._head = SlotHead(step, life, len(meta), len(header), body, crc32c(meta + header))
         memory = self._mapped(head.size_bytes)
-        _WHOLE.pack_into(memory, _WHOLE_AT, 0)
         memory[head.text_at : head.text_at + len(meta) + len(header)] = meta + header
         return self._arrays(memory, head)
 
