@@ -63,7 +63,7 @@ class PolicyControl(msgspec.Struct, kw_only=True):
         return most
 
     def memory(self, slot: Slot, reported: int, batch: int) -> int:
-        """The largest pass of a worker that says ``told`` and whose loader has batches of ``batch``; 0: unknown."""
+        """The largest pass of a worker that says ``reported`` and whose loader has batches of ``batch``; 0: unknown."""
         return max(min(reported, batch), min(reported, self.fits.get(slot, reported)))
 
 
