@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "change.h"
+#include "prefetch.h"
 #include "store.h"
 
 namespace everstep {
@@ -15,12 +16,6 @@ namespace everstep {
 namespace {
 
 constexpr size_t kAhead = 8;  // rows whose lines are on their way
-
-void fetch(const uint8_t* at, size_t width) {
-  const size_t bytes = std::min<size_t>(width, 1024);
-  for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i);
-  if (bytes) __builtin_prefetch(at + bytes - 1);
-}
 
 // How many entries of a difference tell of what is in the baseline, and how many of them toggle their slot.
 void count_entries(const Rows& rows, size_t& n, size_t& toggled) {
@@ -62,8 +57,8 @@ void fill(Change& change, size_t part, const Rows& rows, const std::vector<uint3
   if (!base.toggles()) {
     for (size_t k = 0; k < order.size(); ++k) {
       if (k + kAhead < order.size()) {
-        fetch(rows.record(base.slot(order[k + kAhead])), width);
-        fetch(base.old(order[k + kAhead]), width);
+        prefetch_lines<0>(rows.record(base.slot(order[k + kAhead])), width, 1024);
+        prefetch_lines<0>(base.old(order[k + kAhead]), width, 1024);
       }
       xor_bytes(put_old(order[k], false, 0), rows.record(base.slot(order[k])), width);
     }

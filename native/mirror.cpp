@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "prefetch.h"
 #include "store.h"
 
 namespace everstep {
@@ -17,10 +18,7 @@ constexpr uint64_t kMostGrowth = uint64_t(1) << 24;  // slots by which one blob 
 constexpr size_t kAhead = 6;                         // rows whose lines are on their way
 
 void fetch(const PageSet& pages, uint64_t slot) {
-  const uint8_t* at = pages.record(slot);
-  const size_t bytes = std::min<size_t>(pages.table().record_bytes, 1024);
-  for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 1);
-  if (bytes) __builtin_prefetch(at + bytes - 1, 1);
+  prefetch_lines<1>(pages.record(slot), pages.table().record_bytes, 1024);
 }
 
 std::string not_member(uint32_t partition) {

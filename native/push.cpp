@@ -4,6 +4,7 @@
 #include <unordered_set>
 
 #include "change.h"
+#include "prefetch.h"
 #include "store.h"
 
 namespace everstep {
@@ -14,13 +15,6 @@ constexpr size_t kAhead = 24;  // lookups whose index lines are on their way
 constexpr size_t kBlock = 8;   // rows whose lines are fetched while those of the block before are used
 constexpr int64_t kMaxBatch = int64_t(1) << 24;
 constexpr size_t kMaxSpans = size_t(1) << 16;
-
-void prefetch_row_write(float* at, size_t floats) {
-  char* p = reinterpret_cast<char*>(at);
-  const size_t bytes = std::min<size_t>(floats * 4, 1024);
-  for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 1);
-  __builtin_prefetch(p + bytes - 4, 1);  // rows do not begin at a line's start
-}
 
 bool bit(const std::string& bitmap, uint32_t b) {
   return (b >> 3) < bitmap.size() && (uint8_t(bitmap[b >> 3]) >> (b & 7) & 1);
@@ -604,7 +598,7 @@ PushOutcome Store::push(const std::vector<Span>& spans, const std::string& addre
         float* at = rows.values(slots[k]);
         values[q & 1][k] = at;
         state[q & 1][k] = at + dim;
-        prefetch_row_write(at, floats);
+        prefetch_lines<1>(at, floats * 4, 1024);
       }
     };
     if (!pieces.empty()) fetch(0);

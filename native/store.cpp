@@ -1,4 +1,5 @@
 #include "change.h"
+#include "prefetch.h"
 #include "store.h"
 
 #include <algorithm>
@@ -20,13 +21,6 @@ constexpr size_t kMaxTables = 1024;
 void late_bias(const Optimizer& o, double t, double* bias1, float* bias2) {
   *bias1 = 1.0 - std::pow(o.beta1, t);
   *bias2 = float(std::sqrt(1.0 - std::pow(o.beta2, t)));
-}
-
-void prefetch_row(const float* at, size_t floats) {
-  const char* p = reinterpret_cast<const char*>(at);
-  const size_t bytes = std::min<size_t>(floats * 4, 512);
-  for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i);
-  __builtin_prefetch(p + bytes - 4);
 }
 
 auto no_end = [](uint32_t, Partition&, Rows&) {};
@@ -283,7 +277,7 @@ void Store::pull(uint32_t table, const int64_t* keys, size_t n, float* out) {
           all &= slots[k] != Rows::kNone;
           if (slots[k] != Rows::kNone) {
             from[k] = rows.values(slots[k]);
-            prefetch_row(from[k], t.dim);
+            prefetch_lines<0>(from[k], t.dim * 4, 512);
           }
           if (all && k + 1 == copied + 2 * kBlock) {
             kernels_.copy_rows(from + copied, to + copied * t.dim, kBlock, t.dim, stream);
