@@ -8,7 +8,10 @@ are searched, and the failure says how to record others.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -41,6 +44,26 @@ def must_be_caught(mix: str, mutation: Mutation, searched: bool, run: Callable[.
         f"first {FEW}. If the timing of the brain or the scenarios was changed on purpose, record others: "
         f"python -m everstep.sim --mix {mix} --mutation {mutation.name} --record tests/sim/caught.json"
     )
+
+
+def storms_are_clean(mix: str, seeds: int, storm: Callable[[int], object]) -> None:
+    """Run the first ``seeds`` storms of a mix in two processes: none may fail."""
+    chunks = [range(i, min(i + 25, seeds)) for i in range(0, seeds, 25)]
+    with ProcessPoolExecutor(min(2, os.cpu_count() or 1)) as pool:
+        found = [f for some in pool.map(partial(_failures, storm), chunks) for f in some]
+    assert not found, (
+        f"{len(found)} failed; repeat with: python -m everstep.sim --mix {mix} --seed {found[0][0]} --trace"
+    )
+
+
+def _failures(storm: Callable[[int], object], seeds: range) -> list[tuple[int, str]]:
+    found = []
+    for seed in seeds:
+        try:
+            storm(seed)
+        except Exception as error:  # whatever it is, the seed that shows it must be told
+            found.append((seed, f"{type(error).__name__}: {error}"))
+    return found
 
 
 def recorded_for_all(mix: str, mutations: tuple[Mutation, ...]) -> None:

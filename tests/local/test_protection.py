@@ -197,13 +197,7 @@ def test_losses_at_random_moments_within_the_lag_count_every_sample_once(run: Ru
 
 @pytest.mark.slow
 def test_a_ps_whose_mirrors_lag_is_emptied_and_loses_nothing(run: Run) -> None:
-    begin(run, "--ps 3 --parity 1+1 --protect lag --protect-lag 30s", epochs=8)
-    run.trained(3000)
-    code, out = run.everstep("drain", str(run.run_dir), "ps:1", "--deadline", "30s")
-    assert code == 0, out
-    until(lambda: "switch partitions" in (run.run_dir / "events.jsonl").read_text(), why=run.story)
-    report = check(run)
-    assert report.counts["promoted"] > 0 and report.counts["void"] == 0
+    is_emptied_and_loses_nothing(run, "--ps 3 --parity 1+1 --protect lag --protect-lag 30s")
 
 
 def test_ps_are_added_and_taken_away(run: Run) -> None:
@@ -220,7 +214,11 @@ def test_ps_are_added_and_taken_away(run: Run) -> None:
 
 
 def test_a_ps_is_emptied_on_request(run: Run) -> None:
-    begin(run, "--ps 3 --parity 1+1", epochs=8)
+    is_emptied_and_loses_nothing(run, "--ps 3 --parity 1+1")
+
+
+def is_emptied_and_loses_nothing(run: Run, flags: str) -> None:
+    begin(run, flags, epochs=8)
     run.trained(3000)
     code, out = run.everstep("drain", str(run.run_dir), "ps:1", "--deadline", "30s")
     assert code == 0, out

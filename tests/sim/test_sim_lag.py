@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-import os
-from concurrent.futures import ProcessPoolExecutor
-
 import pytest
 
 from everstep.sim.mutations import Mutation
 from everstep.sim.mutations_lag import LAG_MUTATIONS, lag_storm
 from everstep.sim.scenario import lag_scenario
-from planted import must_be_caught, planted_bugs, recorded_for_all
+from planted import must_be_caught, planted_bugs, recorded_for_all, storms_are_clean
 from seeds import amounts
-
-
-def failures(seeds: range) -> list[tuple[int, str]]:
-    found = []
-    for seed in seeds:
-        try:
-            lag_storm(seed)
-        except Exception as error:  # whatever it is, the seed that shows it must be told
-            found.append((seed, f"{type(error).__name__}: {error}"))
-    return found
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seeds", amounts(100, 450))
 def test_storms_lose_nothing_and_none_is_stuck(seeds: int) -> None:
-    chunks = [range(i, min(i + 25, seeds)) for i in range(0, seeds, 25)]
-    with ProcessPoolExecutor(min(2, os.cpu_count() or 1)) as pool:
-        found = [f for some in pool.map(failures, chunks) for f in some]
-    assert not found, f"{len(found)} failed; repeat with: python -m everstep.sim --mix lag --seed {found[0][0]} --trace"
+    storms_are_clean("lag", seeds, lag_storm)
 
 
 @pytest.mark.timeout(600)

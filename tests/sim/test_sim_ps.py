@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from concurrent.futures import ProcessPoolExecutor
-
 import pytest
 
 from everstep.sim.__main__ import main
@@ -12,27 +9,14 @@ from everstep.sim.mutations import Mutation
 from everstep.sim.mutations_ps import PS_MUTATIONS, storm
 from everstep.sim.scenario import CODES, PS_FAULTS, storm_scenario
 from everstep.sim.sim_store import plus, times
-from planted import must_be_caught, planted_bugs, recorded_for_all
+from planted import must_be_caught, planted_bugs, recorded_for_all, storms_are_clean
 from seeds import amounts
-
-
-def failures(seeds: range) -> list[tuple[int, str]]:
-    found = []
-    for seed in seeds:
-        try:
-            storm(seed)
-        except Exception as error:  # whatever it is, the seed that shows it must be told
-            found.append((seed, f"{type(error).__name__}: {error}"))
-    return found
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seeds", amounts(100, 450))
 def test_storms_lose_nothing_that_was_promised_and_none_is_stuck(seeds: int) -> None:
-    chunks = [range(i, min(i + 25, seeds)) for i in range(0, seeds, 25)]
-    with ProcessPoolExecutor(min(2, os.cpu_count() or 1)) as pool:
-        found = [f for some in pool.map(failures, chunks) for f in some]
-    assert not found, f"{len(found)} failed; repeat with: python -m everstep.sim --mix ps --seed {found[0][0]} --trace"
+    storms_are_clean("ps", seeds, storm)
 
 
 @pytest.mark.timeout(600)
