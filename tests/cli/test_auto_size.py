@@ -14,6 +14,7 @@ from everstep.cli.auto_size import with_sizes
 from everstep.cli.counts import CountOrAuto
 from everstep.cli.main import cli
 from everstep.config.load import load_spec
+from everstep.config.spec import JobSpec
 from everstep.errors import ConfigError
 from everstep.monitor.job_history import JobHistory, args_digest, script_digest
 from everstep.monitor.process_readings import hardware_class
@@ -84,6 +85,82 @@ def test_it_begins_with_what_earlier_jobs_call_for(
 def test_bounds_that_exclude_each_other(script: Path, more: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match="^" + words.replace("+", r"\+")):
         with_sizes(flags(script, **more))
+
+
+JOB = """script: {script}
+workers: auto
+ps: auto
+max_workers: 8
+parity: 1+1
+max_memory: 4GB
+optimize: waste
+"""
+
+
+def loaded(
+    text: str, tmp_path: Path, flags: dict[str, Any], env: dict[str, str]
+) -> tuple[JobSpec, dict[str, str], str]:
+    (tmp_path / "job.yaml").write_text(text)
+    said: list[str] = []
+
+    def sizes(values: dict[str, Any]) -> dict[str, Any]:
+        found, note = with_sizes(values)
+        said.append(note)
+        return found
+
+    spec, origins = load_spec(tmp_path / "job.yaml", flags, env, sizes=sizes)
+    return spec, origins, "".join(said)
+
+
+def test_auto_in_job_yaml_is_auto_as_a_flag(script: Path, tmp_path: Path) -> None:
+    spec, origins, said = loaded(JOB.format(script=script), tmp_path, {}, {})
+    flagged, note = with_sizes(flags(script, max_workers=8, parity="1+1"))
+    assert (
+        said == note == "auto: begins with 1 workers and 2 ps (no earlier job says more); --max-workers 8, --max-ps 4"
+    )
+    assert (spec.workers, spec.ps, spec.policy, spec.max_ps) == (1, 2, "auto", flagged["max_ps"])
+    assert (spec.optimize, spec.max_memory) == ("waste", "4GB")
+    assert origins["ps"] == origins["policy"] == origins["max_ps"] == "auto"
+    assert origins["max_workers"].endswith("job.yaml line 4")
+
+
+def test_flags_win_over_job_yaml_and_environment(script: Path, tmp_path: Path) -> None:
+    text = JOB.format(script=script)
+    assert loaded(text, tmp_path, {"workers": 2}, {})[0].workers == 2
+    fixed = loaded(
+        text.replace("optimize: waste\n", "").replace("max_memory: 4GB\n", ""), tmp_path, {"workers": 2, "ps": 3}, {}
+    )
+    assert (fixed[0].policy, fixed[2]) == ("none", "")
+    spec, origins, said = loaded("max_workers: 3\n", tmp_path, {"script": str(script)}, {"EVERSTEP_WORKERS": "auto"})
+    assert (spec.workers, spec.ps, spec.max_workers, origins["max_workers"][-6:]) == (1, 1, 3, "line 1")
+    assert said.startswith("auto: begins with 1 workers (")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (("max_workers: 8", "max_ps: 1"), r"^--max-ps 1: parity 1\+1 needs at least 2 ps$"),
+        (
+            ("max_workers: 8", "min_workers: 5\nmax_workers: 4"),
+            "^--min-workers 5 and --max-workers 4: exclude each other$",
+        ),
+        (("workers: auto", "workers: many"), "line 2: workers = 'many': expected a whole number$"),
+        (("4GB", "much"), r"max_memory = 'much' \(.*line 6\): expected a size such as '16GB' "),
+        (("4GB", "'4'"), "max_memory = '4' .*: must be from 1MiB to"),
+        (("auto\nps: auto", "2\nps: 2"), "max_memory = '4GB' .*|optimize = 'waste' .*: needs policy: auto"),
+    ],
+)
+def test_a_wrong_job_yaml_is_one_line(script: Path, tmp_path: Path, change: tuple[str, str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as refused:
+        loaded(JOB.format(script=script).replace(*change, 1), tmp_path, {}, {})
+    assert "\n" not in str(refused.value)
+
+
+def test_who_cannot_find_a_size_refuses_auto(script: Path, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(JOB.format(script=script))
+    words = r"^workers = 'auto' .*line 2\): only everstep run finds a size; give a number$"
+    with pytest.raises(ConfigError, match=words):
+        load_spec(tmp_path / "job.yaml", {}, {})
 
 
 def test_a_count_is_a_number_or_auto() -> None:

@@ -146,3 +146,12 @@ def test_the_sizes_of_the_page(reader: Reader, monkeypatch: pytest.MonkeyPatch) 
     said = [reader.type(line) for line in SIZED]
     assert "auto: begins with 1 workers and 1 ps (no earlier job says more); --max-workers 3, --max-ps 2" in said[0]
     assert "done: 12,000 samples" in said[0] and "1 jobs forgotten" in said[-1]
+
+
+def test_the_job_file_of_the_page_asks_for_sizes() -> None:
+    text = next(block.removeprefix("yaml\n") for block in PAGE.split("```") if block.startswith("yaml\n"))
+    settings = dict(line.split(": ") for line in text.splitlines())
+    flags = {word.removeprefix("--").replace("-", "_") for line in SIZED for word in line.split() if word[:2] == "--"}
+    known = {option.name for option in cli.commands["run"].params}
+    assert settings["workers"] == settings["ps"] == "auto"
+    assert settings.keys() <= known and {"max_workers", "max_ps", "optimize"} <= settings.keys() & flags

@@ -13,7 +13,7 @@ from sized_jobs import WINDOW_S, Demands, Trained, best, look, train
 from everstep.brain.policy_control import as_plan, refuse
 from everstep.model.observation import Observations, Pace
 from everstep.model.plan import Plan, Scale
-from everstep.policies.auto import AutoState, auto, candidates, read_window
+from everstep.policies.auto import AutoState, auto, candidates, memory_of, read_window
 from everstep.policies.speed_model import SizeSeen, SpeedModel
 from everstep.policies.stragglers.policy import SHIPPED, composed
 
@@ -41,6 +41,22 @@ def test_it_finds_nearly_the_best_size_in_few_changes(name: str) -> None:
     assert all(b >= 0.95 * a for a, b in zip(done.rates, done.rates[1:], strict=False)), "no step back"
     if name == "nothing to gain":
         assert path(done) == [(1, 1)]
+
+
+def test_a_bound_of_memory_keeps_sizes_out() -> None:
+    demands, mib = Demands(1e-3, 0.0, 1e-5), 1 << 20
+    seen = look(100.0, (2, 1), demands, (8, 4))
+    workers = tuple(msgspec.structs.replace(w, rss_bytes=100 * mib) for w in seen.workers)
+    servers = tuple(msgspec.structs.replace(s, rss_bytes=90 * mib, store_bytes=40 * mib) for s in seen.servers)
+    seen = msgspec.structs.replace(seen, workers=workers, servers=servers)
+    assert memory_of(seen, (2, 1)) == 290 * mib and memory_of(seen, (3, 2)) == 440 * mib
+    assert max(candidates(seen, (2, 1), 4)) == (8, 4)
+    seen = msgspec.structs.replace(seen, max_memory_bytes=440 * mib)
+    assert (3, 2) in candidates(seen, (2, 1), 4) and (3, 3) not in candidates(seen, (2, 1), 4)
+    assert max(candidates(seen, (2, 1), 4)) == (3, 2)
+    full = msgspec.structs.replace(seen, max_memory_bytes=mib)
+    plan, _ = auto(full, AutoState(size=(2, 1), windows=3, at=90.0))
+    assert plan is None or not plan.actions, "it stays, if nothing fits"
 
 
 @pytest.mark.parametrize("turned", [False, True])

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from everstep.cli.counts import AUTO
 from everstep.cli.estimate import EstimateFlags, earlier_jobs, from_history, wishes_of
 from everstep.cli.probe_job import declared_mode
 from everstep.config.load import check_script
 from everstep.config.parity import parse_code
+from everstep.config.sized import AUTO
 from everstep.errors import ConfigError, EverstepError
 
 MAX_PS: Final = 4
@@ -19,13 +19,13 @@ MAX_PS: Final = 4
 
 
 def with_sizes(flags: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Return flags of ``everstep run`` in which each ``auto`` is a number, with bounds and policy ``auto``. Return one
-    line that says so, too; "": nothing was auto. Raises ConfigError."""
+    """Return settings of ``everstep run`` (flags, environment and job.yaml) in which each ``auto`` is a number, with
+    bounds and policy ``auto``. Return one line that says so, too; "": nothing was auto. Raises ConfigError."""
     asked = [role for role in ("workers", "ps") if flags.get(role) == AUTO]
     found = dict(flags)
     if not asked:
         return found, ""
-    script = check_script(str(flags["script"])) if flags.get("script") else None  # (else it is in job.yaml)
+    script = check_script(str(flags["script"])) if flags.get("script") else None  # (its absence is told later)
     mode = str(flags.get("mode") or (declared_mode(script) if script is not None else "") or "ps")
     if "ps" in asked and mode == "pipeline":
         raise ConfigError("--ps auto in mode pipeline: a model in stages has no ps; leave it out")
@@ -72,6 +72,7 @@ def _from_history(
         parity=str(flags.get("parity") or "0"),
         max_workers=flags["max_workers"] if "workers" in asked else 0,
         max_ps=flags.get("max_ps", 0) if "ps" in asked else 0,
+        memory=str(flags.get("max_memory") or "") or None,
     )
     try:
         wishes = wishes_of(estimate, mode)

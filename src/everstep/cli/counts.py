@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import click
 
-AUTO: Final = "auto"
-
+from everstep.config.sized import AUTO
 
 if TYPE_CHECKING:
     _Base = click.ParamType[int | str]

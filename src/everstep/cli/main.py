@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 import everstep
-from everstep.cli.counts import AUTO, CountOrAuto
+from everstep.cli.counts import CountOrAuto
 from everstep.errors import EverstepError, UserError, escaped, escaped_lines
 
 CHECKPOINT_VERBS = "take|ls|show|verify|compact|export"
@@ -44,6 +44,7 @@ def cli() -> None:
 @click.option("--max-workers", type=int, help="No more workers than these, whatever nodes bring along.")
 @click.option("--min-ps", type=int, help="With fewer ps the job counts as waiting (default 1).")
 @click.option("--max-ps", type=int, help="No more ps than these.")
+@click.option("--max-memory", help="Policy auto: of all workers and ps together, e.g. 16GB.")
 @click.option("--max-wait", help="So long the job waits for enough workers and ps, e.g. 10m (default off: for ever).")
 @click.option("--on-wait-timeout", help="What then: suspend (default), fail, or run with those who are there.")
 @click.option("--recovery", help="After a loss: run_with_available (default) or wait_for_all.")
@@ -160,11 +161,6 @@ def run(config: Path | None, no_display: bool, command: tuple[str, ...], **flags
         given["capacity"] = on
     if command:
         given["script"], given["args"] = command[0], tuple(command[1:])
-    if AUTO in (given.get("workers"), given.get("ps")):
-        from everstep.cli.auto_size import with_sizes
-
-        given, note = with_sizes(given)
-        click.echo(f"everstep: {note}")
     raise SystemExit(run_job(config, given, live=not no_display))
 
 

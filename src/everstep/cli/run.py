@@ -62,7 +62,7 @@ LOGS_S = 20.0  # nodes that are there send the last of their audit logs within t
 def run_job(config: Path | None, flags: Mapping[str, Any], live: bool) -> int:
     """Run a job on this machine until its end; the exit code of ``everstep``."""
     faultpoints.planted()  # a wrong one is refused before anything starts
-    spec, origins = load_spec(config, dict(flags), os.environ)
+    spec, origins = load_spec(config, dict(flags), os.environ, sizes=_sizes)
     script = check_script(spec.script)
     if parse_capacity(spec.capacity).kind == "trace":
         spec = traced(spec)
@@ -88,6 +88,15 @@ def run_job(config: Path | None, flags: Mapping[str, Any], live: bool) -> int:
             return run_again(spec, run_dir, live, os.environ)
         refuse_used(run_dir)
         return run_here(spec, origins, run_dir, live)
+
+
+def _sizes(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a job's settings with a number for each ``auto``, and say what it begins with."""
+    from everstep.cli.auto_size import with_sizes
+
+    found, note = with_sizes(values)
+    print(f"everstep: {note}", flush=True)
+    return found
 
 
 def traced(spec: JobSpec) -> JobSpec:

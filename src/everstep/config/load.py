@@ -36,9 +36,10 @@ from everstep.config.parity import parse_code, refuse_few
 from everstep.config.renamed import POLICIES as POLICY_ALIASES
 from everstep.config.renamed import SETTINGS as OLD_SETTINGS
 from everstep.config.renamed import renamed_line
+from everstep.config.sized import AUTO, SIZED
 from everstep.config.spec import JobSpec
 from everstep.errors import ConfigError, PlatformError
-from everstep.units import seconds
+from everstep.units import seconds, size_bytes
 
 FORMAT: Final = 1
 """Version of a run directory. It grows when an older everstep could misread what a newer one wrote."""
@@ -106,11 +107,14 @@ def load_spec(
     flags: Mapping[str, Any],
     env: Mapping[str, str],
     tell: Callable[[str], object] = lambda line: print(f"everstep: {line}", file=sys.stderr),
+    sizes: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
 ) -> tuple[JobSpec, dict[str, str]]:
     """Return the job spec and, for every field, where its value came from.
 
     ``flags``: field -> value of the command line; None means not given. ``tell`` gets one line for each setting that
-    was given by its old name. Raises ConfigError, one line with the field, the value, what was expected and the place.
+    was given by its old name. ``sizes`` gets all values that were given, and returns them with a number for each
+    ``auto``; None: ``auto`` is refused. Raises ConfigError, one line with the field, the value, what was expected and
+    the place.
     """
     values: dict[str, Any] = {}
     origins: dict[str, str] = dict.fromkeys(_TYPES, "default")
@@ -149,6 +153,14 @@ def load_spec(
         _known(field, origin)
         values[field] = _convert(field, value, origin, text=isinstance(value, str))
         origins[field] = origin
+    if asked := [role for role in SIZED if values.get(role) == AUTO]:
+        if sizes is None:
+            raise ConfigError(
+                f"{asked[0]} = 'auto' ({origins[asked[0]]}): only everstep run finds a size; give a number"
+            )
+        found = sizes(values)
+        origins |= {field: AUTO for field, value in found.items() if values.get(field) != value}
+        values = found
     if "policy" in values:
         values["policy"] = "+".join(POLICY_ALIASES.get(part, part) for part in values["policy"].split("+"))
     if values.get("mode", "ps") != "ps" and "ps" not in values:
@@ -214,6 +226,7 @@ def check_spec(spec: JobSpec, origins: Mapping[str, str] | None = None) -> None:
             f"master_lost_s = {spec.master_lost_s}{at['master_lost_s']}: below master_silent_s = {spec.master_silent_s}"
         )
     _check_policy(spec, at)
+    _check_memory(spec, at)
     _check_spot_policy(spec, at)
     parse_limit(spec.progress_timeout, f"progress_timeout{at['progress_timeout']}")
     parse_every(spec.checkpoint_every, f"checkpoint_every{at['checkpoint_every']}")
@@ -394,6 +407,21 @@ def _check_policy(spec: JobSpec, at: Mapping[str, str]) -> None:
     missing = [role for role in ("workers", *(["ps"] if spec.ps else [])) if not getattr(spec, f"max_{role}")]
     if missing:
         raise ConfigError(f"{where}: needs a bound; give max_{missing[0]}")
+
+
+def _check_memory(spec: JobSpec, at: Mapping[str, str]) -> None:
+    """Check the memory that all processes of the job may take."""
+    if not spec.max_memory:
+        return
+    where = f"max_memory = {spec.max_memory!r}{at['max_memory']}"
+    try:
+        most = size_bytes(spec.max_memory)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: expected a size such as '16GB' ({error})") from None
+    if not 1 << 20 <= most <= 1 << 56:
+        raise ConfigError(f"{where}: must be from 1MiB to {1 << 36}MiB")
+    if "auto" not in spec.policy.split("+"):
+        raise ConfigError(f"{where}: needs policy: auto, which chooses sizes")
 
 
 def _check_one_policy(spec: JobSpec, name: str, where: str) -> None:
@@ -792,6 +820,8 @@ def _convert(field: str, value: Any, origin: str, text: bool) -> Any:
         if isinstance(value, bool):
             return value
         raise ConfigError(f"{shown}: expected true or false")
+    if field in SIZED and value == AUTO:
+        return AUTO
     if wanted is int:
         if isinstance(value, int) and not isinstance(value, bool):
             return value

@@ -27,6 +27,7 @@ from everstep.monitor.rotated import RotatedFile
 from everstep.monitor.slowness import by_the_step_under_way
 from everstep.monitor.windows import SHORT_S, SUBWINDOWS, Windows
 from everstep.policies.node_selection import choose_ps_node
+from everstep.units import size_bytes
 
 WINDOW_VARIABLE = "EVERSTEP_WINDOW_S"
 """For tests and trials: seconds of the short window; the long one is six times as long."""
@@ -147,6 +148,7 @@ class Observer:
             min_ps=max(spec.min_ps, parse_code(spec.parity).width if spec.ps else 1),
             max_ps=min(spec.max_ps, spec.partitions),
             optimize=spec.optimize,
+            max_memory_bytes=size_bytes(spec.max_memory) if spec.max_memory else 0,
         )
 
     def _worker(self, record: SlotRecord, at: float, span_s: float) -> WorkerSeen:
@@ -193,6 +195,7 @@ class Observer:
             rss_bytes=int(windows.last.get("rss_bytes", 0)) if windows is not None else 0,
             throttled_share=load.throttled_share,
             long_load=windows.load(at, long=True) if windows is not None else ProcessLoad(),
+            store_bytes=int(windows.last.get("store_bytes", 0)) if windows is not None else 0,
         )
 
     def _last(self, member: str, incarnation: int, name: str) -> float:

@@ -88,6 +88,7 @@ class ServerSeen(msgspec.Struct, frozen=True, kw_only=True, rename={"partitions"
     rss_bytes: int = 0
     throttled_share: float = 0.0
     long_load: ProcessLoad = ProcessLoad()  # the same over the long window
+    store_bytes: int = 0  # of its rows and their indexes, mirrors included; part of ``rss_bytes``
 
     def __str__(self) -> str:
         return f"{Role.PS}:{self.slot}"
@@ -129,3 +130,4 @@ class Observations(msgspec.Struct, frozen=True, kw_only=True):
     min_ps: int = 1
     max_ps: int = 0
     optimize: str = "time"  # what sizes are chosen for: time, waste, cost
+    max_memory_bytes: int = 0  # of all workers and ps together; 0: any

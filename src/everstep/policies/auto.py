@@ -203,13 +203,23 @@ def _bounds(seen: Observations) -> tuple[Size, Size]:
 
 def within(seen: Observations, size: Size) -> bool:
     """Return whether a job may have this size."""
-    return all(least <= count <= most for count, (least, most) in zip(size, _bounds(seen), strict=True))
+    if not all(least <= count <= most for count, (least, most) in zip(size, _bounds(seen), strict=True)):
+        return False
+    return not seen.max_memory_bytes or memory_of(seen, size) <= seen.max_memory_bytes
+
+
+def memory_of(seen: Observations, size: Size) -> float:
+    """Return the resident bytes that all workers and ps would have: a process more takes what the largest one of its
+    role takes beside its rows, and the rows of all ps stay what they are."""
+    rows = sum(s.store_bytes for s in seen.servers)
+    own = max((s.rss_bytes - s.store_bytes for s in seen.servers), default=0)
+    return size[0] * max((w.rss_bytes for w in seen.workers), default=0) + size[1] * max(0, own) + rows
 
 
 def candidates(seen: Observations, now: Size, factor: int) -> list[Size]:
     """Return the sizes that one change may lead to: at most ``factor`` times, and at least half of each role."""
     workers, ps = (_counts(count, *bounds, factor) for count, bounds in zip(now, _bounds(seen), strict=True))
-    return [(w, p) for w in workers for p in ps]
+    return [(w, p) for w in workers for p in ps if within(seen, (w, p))]
 
 
 def _counts(now: int, least: int, most: int, factor: int) -> list[int]:
