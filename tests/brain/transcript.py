@@ -92,6 +92,7 @@ from everstep.ids import Incarnation, LeaseNo, NodeId, PartitionId, ShardKey, Sl
 from everstep.model.decision import Decision
 from everstep.model.group import Committed, Group, Position
 from everstep.model.member import Address, Role
+from everstep.model.memory_limit import MemoryLimit, OutOfMemory
 from everstep.model.placement import MirrorKind, Placement
 from everstep.model.plan import Action, AdjustAccum, AdjustBatch, AdjustRate, KillRestart, MovePartitions, Scale
 from everstep.model.plan import Plan as PolicyPlan
@@ -196,7 +197,10 @@ class Story:
                     (parse_lease(no), int(position))
                     for no, position in (text.split("@") for text in named.get("at", "").split(",") if text)
                 )
-                return Event(at, ProcessExited(*parse_member(plain[0]), int(plain[1]), " ".join(plain[2:]), told))
+                limit, _, size = named.get("memory", "").partition(",")
+                memory = OutOfMemory(MemoryLimit(limit), int(size or 0)) if limit else None
+                ended = (*parse_member(plain[0]), int(plain[1]), " ".join(plain[2:]), told)
+                return Event(at, ProcessExited(*ended, memory=memory))
             case "plan":
                 _, slot, incarnation = parse_member(plain[0])
                 plan = ShardSchedule(

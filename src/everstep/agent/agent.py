@@ -28,6 +28,7 @@ import msgspec
 from everstep.agent.budget import RestartBudget
 from everstep.agent.logfiles import DiskWatch
 from everstep.agent.mastersilence import LOOK_S, CutOff, Hung, SilenceStep
+from everstep.agent.memory_deaths import MemoryDeaths
 from everstep.agent.rundir import remove_sockets
 from everstep.agent.scripterrors import ScriptErrors
 from everstep.agent.stacks import ask_for_stack, main_stack, read_stacks, size_of, stack_path, words_of
@@ -55,6 +56,7 @@ from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.capacity import Market
 from everstep.model.member import Address, Role
 from everstep.model.notice import Certainty, Notice
+from everstep.monitor.cgroup_memory import MemoryGroup
 from everstep.monitor.process_readings import clean_hardware, hardware_class, machine_name
 from everstep.monitor.vitals import read_vitals
 from everstep.net.messages import (
@@ -133,6 +135,7 @@ class Running(msgspec.Struct):
     status: int | None = None  # ended, but the master has not taken note yet
     ending: bool = False
     not_before: float = 0.0  # a worker that is tried again, a little later
+    killed: bool = False  # by this agent
     local: int = 0  # a worker's number on this node: which GPU it takes (``job.device``)
 
     @property
@@ -199,6 +202,7 @@ class Agent:
         self._cut_off = CutOff(spec.cut_off_s, spec.rejoin_s)
         self._hung = Hung(spec.master_silent_s, spec.master_lost_s)
         self._disk = DiskWatch(self.run_dir, spec.disk_full_s, self._tell)
+        self._memory = MemoryDeaths(MemoryGroup())
         self._connects_before = 0  # connections to earlier masters
         self._errors = ScriptErrors(self._say, spec.script_retries)
         self._asked_to_stop = False
@@ -611,6 +615,7 @@ class Agent:
 
     def _look_at_disk(self) -> None:
         self._disk.look()
+        self._memory.look(time.monotonic())
         if not self._leaving:
             self._after(LOOK_S, self._look_at_disk)
 
@@ -882,6 +887,7 @@ class Agent:
     def _kill(self, entry: Running) -> None:
         if entry.status is not None:
             return
+        entry.killed = True
         if entry.pid == 0:
             self._ended(entry, -signal.SIGKILL)
         elif entry.pidfd >= 0:
@@ -906,9 +912,11 @@ class Agent:
             error = last_error_line(self.run_dir / "logs" / f"ps-{entry.slot}.log")
             if not error and disk_is_full(self.run_dir):
                 error = f"no space left on the disk of {self.run_dir}"
-        self.log(f"{entry.name} #{entry.incarnation} ended: {describe_status(status)} {error}".rstrip())
+        memory = self._memory.why(status, entry.ending or entry.killed) if not error or entry.role == Role.PS else None
+        why = " (out of memory)" if memory is not None else ""
+        self.log(f"{entry.name} #{entry.incarnation} ended: {describe_status(status)}{why} {error}".rstrip())
         of = entry.role, entry.slot, entry.incarnation
-        report = ProcessExited(*of, status, error, too_large=too_large, failure=failure)
+        report = ProcessExited(*of, status, error, too_large=too_large, failure=failure, memory=memory)
         self._reports.put(lambda: self._report(entry, report))
 
     # ------------------------------------------------------------ reports

@@ -20,6 +20,7 @@ from everstep.model.decision import Decision
 from everstep.model.failure import Failure
 from everstep.model.group import Committed, Group, HeldCopy, Position
 from everstep.model.member import Address, MemberKey, Role
+from everstep.model.memory_limit import OutOfMemory
 from everstep.model.placement import Placement
 from everstep.model.plan import Plan as PolicyPlan
 from everstep.model.reasons import Arrival, CheckpointReason, LeaveReason
@@ -215,7 +216,7 @@ class ProcessExited(Fact, frozen=True, tag="process_exited"):
     told of its leases, as far as known: a shard on which workers get on is not to blame for their loss.
     ``too_large``: the script's memory was too small for a pass of so many samples, more than a batch of its loader:
     not the script's fault but the plan's (then the worker is started again, and gets smaller ones); 0: it was
-    something else. Answer: Ok."""
+    something else. ``memory``: it died because there was none. Answer: Ok."""
 
     role: Role
     slot: Slot
@@ -225,6 +226,7 @@ class ProcessExited(Fact, frozen=True, tag="process_exited"):
     progress: tuple[tuple[LeaseNo, Whole], ...] = ()
     too_large: Whole = 0
     failure: Failure | None = None  # with ``error``: what it may come from; None: the script
+    memory: OutOfMemory | None = None
 
 
 class PlanRegistered(Fact, frozen=True, tag="plan_registered"):

@@ -26,6 +26,7 @@ class JobState(msgspec.Struct, kw_only=True):
     :class:`everstep.brain.events.MasterStarted`.
     ``gathered``: the job waits for no more nodes before it begins (``nodes``); ``nodes_due_at``: until then it does,
     0.0: none has joined. ``anyway``: the job has waited for long enough, and runs with those who are there.
+    ``memory_failures``: processes that died of their memory, counted by their role, too.
     ``workers_asked``: how many it was scaled to last, beside those that nodes bring along; 0: it was not scaled."""
 
     spec: JobSpec = JobSpec()
@@ -50,6 +51,7 @@ class JobState(msgspec.Struct, kw_only=True):
     workers_asked: int = 0
     refills: bool = False
     saves: bool = False
+    memory_failures: int = 0
 
     @property
     def over(self) -> bool:

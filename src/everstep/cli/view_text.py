@@ -21,6 +21,7 @@ from everstep.model.job_view import (
     SupervisionView,
 )
 from everstep.model.member import Role
+from everstep.model.memory_limit import OUT_OF_MEMORY
 from everstep.units import human_bytes
 
 if TYPE_CHECKING:
@@ -68,7 +69,9 @@ def values_text(values: dict[str, float]) -> str:
 
 def failures_text(failures: dict[str, int]) -> str:
     """Return ``2 worker, 1 master``; "" if there were none."""
-    return ", ".join(f"{n} {role}" for role, n in sorted(failures.items()) if n)
+    roles = ", ".join(f"{n} {role}" for role, n in sorted(failures.items()) if n and role != OUT_OF_MEMORY)
+    memory = failures.get(OUT_OF_MEMORY, 0)
+    return f"{roles} ({memory} out of memory)" if memory else roles
 
 
 # ---------------------------------------------------------------- the job

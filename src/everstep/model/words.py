@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from everstep.model.failure import Cause
+from everstep.model.member import Role
+from everstep.model.memory_limit import MemoryLimit, OutOfMemory
 from everstep.model.reasons import CheckpointReason
+from everstep.units import human_bytes
 
 _CHECKPOINT = {CheckpointReason.LAST_REPLICA: "one healthy replica is left"}
 
@@ -24,6 +27,30 @@ _SIGNALS = {
     11: "SIGSEGV",
     15: "SIGTERM",
 }
+
+
+_LIMITS = {
+    MemoryLimit.NONE: "a limit",
+    MemoryLimit.STORE: "ps_limit_bytes",
+    MemoryLimit.PROCESS: "the limit of its process",
+    MemoryLimit.CONTAINER: "the limit of its container",
+    MemoryLimit.MACHINE: "all memory of its machine",
+}
+
+_REMEDIES = {
+    MemoryLimit.NONE: "give it more memory",
+    MemoryLimit.STORE: "raise ps_limit_bytes",
+    MemoryLimit.PROCESS: "raise it (ulimit -d, ulimit -v)",
+    MemoryLimit.CONTAINER: "give the container more memory (memory of its pod, --mem of its Slurm job)",
+    MemoryLimit.MACHINE: "have fewer processes on the machine",
+}
+
+
+def memory_words(died: OutOfMemory, role: Role) -> str:
+    """Return that a process died of its memory, and what a reader can do, in one line."""
+    limit = _LIMITS[died.limit] + (f" ({human_bytes(died.limit_bytes)})" if died.limit_bytes else "")
+    more = "have smaller batches" if role is Role.WORKER else "have more ps (everstep scale, --ps auto)"
+    return f"out of memory: it reached {limit}; {_REMEDIES[died.limit]}, or {more}"
 
 
 def checkpoint_words(reason: CheckpointReason) -> str:

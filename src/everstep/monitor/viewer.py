@@ -34,6 +34,7 @@ from everstep.model.job_view import (
     SupervisionView,
 )
 from everstep.model.member import MemberKey, Role
+from everstep.model.memory_limit import OUT_OF_MEMORY
 from everstep.model.observation import Observations, ServerSeen, WorkerSeen
 from everstep.monitor.slowness import fault_words, judge
 from everstep.policies.node_selection import HOME_NODE
@@ -172,13 +173,15 @@ def nodes_view(brain: Brain) -> Iterable[NodeView]:
 
 
 def failures_view(brain: Brain) -> dict[str, int]:
-    """Return the failures survived so far, by role."""
+    """Return the failures survived so far, by role; and how many of these were out of memory, if any."""
     job = brain.job
+    memory = {OUT_OF_MEMORY: job.memory_failures} if job.memory_failures else {}
     return {
         "worker": job.worker_failures,
         "ps": job.ps_failures,
         "master": job.master_failures,
         "node": job.node_failures,
+        **memory,
     }
 
 

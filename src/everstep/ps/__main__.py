@@ -13,6 +13,7 @@ from pathlib import Path
 from everstep import faultpoints
 from everstep.errors import EverstepError
 from everstep.ids import Incarnation, NodeId, Slot
+from everstep.model.memory_limit import MEMORY_STATUS
 from everstep.net.log import log_plainly
 from everstep.net.strangers import allow_many_descriptors
 from everstep.ps.ps_process import PsProcess, die_with_parent
@@ -46,6 +47,8 @@ def main() -> int:
         with contextlib.suppress(OSError):  # the log may lie on the very disk that is full
             print(f"everstep: {error}", file=sys.stderr, flush=True)
         return error.exit_code
+    except MemoryError:
+        return MEMORY_STATUS
     return 0
 
 

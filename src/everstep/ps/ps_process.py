@@ -38,6 +38,7 @@ from everstep.config.load import read_spec
 from everstep.errors import EverstepError, FencedError, PlatformError
 from everstep.ids import Incarnation, NodeId, PartitionId, Slot
 from everstep.model.member import Address, Role
+from everstep.model.memory_limit import MEMORY_STATUS
 from everstep.model.placement import Placement, PsPlace
 from everstep.model.reasons import Arrival
 from everstep.model.snapshot import PartitionSnapshot
@@ -115,6 +116,7 @@ class PsProcess:
         self._again = False  # all of it is to be told, not only what is new
         self.service.on_report = self._news.set
         self.service.on_released = self.snapshots.forget
+        self.service.on_memory = _end_for_memory
         self._run_dir, self._secret, self._spec = run_dir, secret, spec
         listeners = [listen_unix(run_dir / ps_socket(slot))]
         port = 0
@@ -386,6 +388,11 @@ def in_pieces(written: SnapshotsWritten, piece_bytes: int = PIECE_BYTES) -> Iter
         some.append(snapshot)
         size += its
     yield msgspec.structs.replace(written, snapshots=tuple(some), tables=tables)
+
+
+def _end_for_memory() -> None:
+    """End at once: what is half done must not be served. The agent knows this exit status."""
+    os._exit(MEMORY_STATUS)
 
 
 def die_with_parent() -> None:

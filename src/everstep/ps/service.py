@@ -44,7 +44,7 @@ from everstep.monitor.records import (
     audit_header,
 )
 from everstep.monitor.slowdown import Slowdown
-from everstep.native import PushResult, Recovering, Store, _native, bitmap_partitions, unique_route
+from everstep.native import Full, PushResult, Recovering, Store, _native, bitmap_partitions, unique_route
 from everstep.net.log import LineLimit
 from everstep.net.messages import (
     Bad,
@@ -135,6 +135,7 @@ class PsService:
         self.wait_s = wait_s
         self.failure = ""
         self.on_failure = on_failure
+        self.on_memory: Callable[[], None] | None = None  # there is none left
         self.load: Callable[[PartitionId, int], None] | None = None
         self.on_load_failed: Callable[[int, PartitionId, int, str], None] | None = None
         self.on_report: Callable[[], None] | None = None
@@ -397,9 +398,13 @@ class PsService:
             return reply
         except KeyError as error:
             return Bad(str(error.args[0]) if error.args else "unknown key"), []
+        except Full as error:
+            return Bad(f"out of memory at ps:{self.slot}: {error}"), []
         except (ValueError, TypeError, EverstepError) as error:
             return Bad(str(error).partition("\n")[0]), []
         except MemoryError:
+            if self.on_memory is not None:
+                self.on_memory()
             return Bad("this parameter server is out of memory"), []
         finally:
             own_s = self.meter.own(time.perf_counter() - began)

@@ -22,7 +22,7 @@ from everstep.brain.members import SlotRecord
 from everstep.model.decision import Decision
 from everstep.model.member import MemberState, Role
 from everstep.model.placement import Placement
-from everstep.model.words import cause_words, exit_words
+from everstep.model.words import cause_words, exit_words, memory_words
 
 _NO_PS = Placement(1, (), ())  # of a job whose parameters are all on its workers
 
@@ -125,6 +125,10 @@ class MemberConcern(Concern):
             return [OK, *self.concerns.training.take_back(record, "")]
         reason = exit_words(e.status)
         inputs: Inputs = {"exit_status": e.status}
+        if e.memory is not None and not record.stopping:
+            self.job.memory_failures += 1
+            reason = memory_words(e.memory, e.role)
+            inputs |= {"out_of_memory": e.memory.limit.value, "limit_bytes": e.memory.limit_bytes}
         if e.error:
             inputs["error"] = e.error
         if e.role is Role.PS:
