@@ -80,11 +80,7 @@ class Job:
     def safe(self) -> bool:
         """Whether every partition survives as many lost ps as the parity promises, and nothing is on its way."""
         status = self.status()
-        if status is None or status.protection is None:
-            return False
-        p = status.protection
-        alive = all(m.state in (MemberState.ALIVE, MemberState.LEFT) for m in status.members)
-        return alive and p.full > 0 and not (p.less or p.none or p.moving or p.rebuilding or p.building)
+        return status is not None and is_safe(status)
 
     def kill_ps(self, slot: int) -> float:
         """SIGKILL; when (seconds since 1970)."""
@@ -119,6 +115,13 @@ class Job:
 
     def close(self) -> None:
         self.main.kill()
+
+
+def is_safe(view: JobView) -> bool:
+    """Whether every partition has all its mirrors and nobody is lost."""
+    p = view.protection
+    alive = all(m.state in (MemberState.ALIVE, MemberState.LEFT) for m in view.members)
+    return alive and p is not None and p.full > 0 and not (p.less or p.none or p.moving or p.rebuilding or p.building)
 
 
 def pushes(logs: list[PsLog]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
