@@ -47,6 +47,6 @@ def test_word_of_a_machine_counts_for_its_life(step: CapacityStep, life: int) ->
 
 def test_a_machine_that_never_said_hello_is_only_noted() -> None:
     brain = begun()
-    before = brain.job.node_failures
+    before = brain.job.failures.node
     brain.handle(Event(10.0, CapacityChanged(NodeId("spot-2"), CapacityStep.TAKEN_BACK)))
-    assert brain.job.node_failures == before and NodeId("spot-2") not in brain.members.nodes
+    assert brain.job.failures.node == before and NodeId("spot-2") not in brain.members.nodes

@@ -9,6 +9,7 @@ import pytest
 
 from everstep.brain.brain import Brain
 from everstep.brain.events import Event, MasterStarted, MemberJoined, NodeJoined
+from everstep.brain.job import FailureCounts
 from everstep.brain.states import (
     DIAGRAMS,
     GROUP_TRANSITIONS,
@@ -58,8 +59,12 @@ def test_a_change_that_is_no_transition_is_found() -> None:
 def test_a_snapshot_of_a_version_before_is_read_or_refused_in_one_line() -> None:
     state = msgspec.msgpack.decode(Brain().snapshot())
     state["version"] = 4
-    with pytest.raises(msgspec.ValidationError, match="snapshot version 4, this everstep reads 5, 6 and 7"):
+    with pytest.raises(msgspec.ValidationError, match="snapshot version 4, this everstep reads 5 to 8"):
         Brain.restore(msgspec.msgpack.encode(state))
+    state["version"] = 7
+    del state["job"]["failures"]
+    state["job"] |= {"worker_failures": 3, "ps_failures": 2, "master_failures": 1, "node_failures": 4}
+    assert Brain.restore(msgspec.msgpack.encode(state)).job.failures == FailureCounts(3, 2, 1, 4)
     state["version"] = 6
     for part, (first, second) in (("start", ("resumed", "resumed_from")), ("failed_loads", ("refused", "aside"))):
         state["checkpoints"][first], state["checkpoints"][second] = state["checkpoints"].pop(part)

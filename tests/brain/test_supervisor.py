@@ -196,7 +196,7 @@ def test_a_suspended_job_goes_on_once() -> None:
     c.tell(JobUnsuspended(1, "go on"))
     c.new_master()
     assert not c.brain.job.over and c.brain.state.supervision.stage is JobStage.RUNNING
-    assert c.brain.job.master_failures == 0, "no master was lost"
+    assert c.brain.job.failures.master == 0, "no master was lost"
     assert all(s.member.incarnation == 2 for s in c.brain.members.all())
     c.tell(JobUnsuspended(1, "go on"))
     assert not [i for i in c.out[-1:] if isinstance(i, Note) and i.decision.action == "unsuspend"]

@@ -156,7 +156,7 @@ def _messages() -> dict[str, tuple[Any, list[bytes]]]:
     from everstep.allreduce import replica_group as units
     from everstep.brain.events import Ok, ShardAsked
     from everstep.ids import ShardKey, TableId
-    from everstep.net import control, control_server, data
+    from everstep.net import control_link, control_server, data
     from everstep.net import messages as wire
 
     encode = msgspec.msgpack.encode
@@ -167,8 +167,8 @@ def _messages() -> dict[str, tuple[Any, list[bytes]]]:
             control_server._call_decoder,
             [encode(c) for c in (wire.Call(1, wire.GetStatus()), wire.Call(2, ShardAsked(0, 1, 1)))],
         ),
-        "return": (control._return_decoder, [encode(wire.Return(1, Ok()))]),
-        "order": (control._order_decoder, [encode(wire.SlowDown(4.0, 60.0))]),
+        "return": (control_link._return_decoder, [encode(wire.Return(1, Ok()))]),
+        "order": (control_link._order_decoder, [encode(wire.SlowDown(4.0, 60.0))]),
         "request": (
             data._request_decoder,
             [

@@ -24,7 +24,7 @@ def test_mode_ps_waits_for_who_holds_its_interpreter(seeds: int) -> None:
         )
         sim = Simulation(seed, calm)
         sim.run()
-        assert sim.master.brain.job.worker_failures == 0, f"seed {seed}"
+        assert sim.master.brain.job.failures.worker == 0, f"seed {seed}"
 
 
 @pytest.mark.parametrize("seeds", amounts(20, 400))
@@ -35,4 +35,4 @@ def test_mode_allreduce_waits_for_who_holds_its_interpreter(seeds: int) -> None:
         )
         sim = GroupSimulation(seed, calm)
         sim.run()
-        assert sim.master.brain.job.worker_failures == 0, f"seed {seed}"
+        assert sim.master.brain.job.failures.worker == 0, f"seed {seed}"

@@ -7,7 +7,7 @@ import msgspec
 from everstep.bounds import MALFORMED
 from everstep.brain.checkpoints import Checkpoints
 from everstep.brain.duty import Duty
-from everstep.brain.earlier import state_of_5, state_of_6
+from everstep.brain.earlier import EARLIER
 from everstep.brain.group import Groups
 from everstep.brain.job import JobState
 from everstep.brain.members import Members
@@ -19,7 +19,7 @@ from everstep.model.placement import Placement
 from everstep.model.spent import Spent
 from everstep.model.spot_choice import SpotChoice
 
-SNAPSHOT_VERSION = 7
+SNAPSHOT_VERSION = 8
 
 
 class State(msgspec.Struct, kw_only=True):
@@ -57,15 +57,13 @@ def encode_state(state: State) -> bytes:
 
 
 def decode_state(snapshot: bytes) -> State:
-    """Read a snapshot, of this version or the two before. Raises ``msgspec.ValidationError`` on bytes that are none."""
+    """Read a snapshot, of this version or one in ``EARLIER``. Raises ``msgspec.ValidationError`` if it is none."""
     try:
         version = _version_decoder.decode(snapshot).version
-        if version == 5:
-            snapshot = state_of_6(state_of_5(snapshot))
-        elif version == 6:
-            snapshot = state_of_6(snapshot)
-        elif version != SNAPSHOT_VERSION:
-            words = f"snapshot version {version}, this everstep reads 5, 6 and {SNAPSHOT_VERSION}"
+        while version in EARLIER:
+            snapshot, version = EARLIER[version](snapshot), version + 1
+        if version != SNAPSHOT_VERSION:
+            words = f"snapshot version {version}, this everstep reads {min(EARLIER)} to {SNAPSHOT_VERSION}"
             raise msgspec.ValidationError(words)
         return _decoder.decode(snapshot)
     except (*MALFORMED, AttributeError, KeyError, TypeError) as error:

@@ -6,6 +6,7 @@ it is an :class:`Event`: time, fact, sender, cause. An entry says by its shape o
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -93,3 +94,17 @@ def state_of_6(snapshot: bytes) -> bytes:
     checkpoints["failed_loads"] = [checkpoints.pop("refused", {}), checkpoints.pop("aside", 0)]
     state["version"] = 7
     return _encode(state)
+
+
+def state_of_7(snapshot: bytes) -> bytes:
+    """Make a snapshot of version 7 into one of version 8: the counts of failures are one part of the job.
+    Raises what decoding raises."""
+    state = msgspec.msgpack.decode(snapshot)
+    job = state["job"]
+    job["failures"] = {role: job.pop(f"{role}_failures", 0) for role in ("worker", "ps", "master", "node")}
+    state["version"] = 8
+    return _encode(state)
+
+
+EARLIER: Final[Mapping[int, Callable[[bytes], bytes]]] = {5: state_of_5, 6: state_of_6, 7: state_of_7}
+"""By version of a snapshot: what makes it into one of the next version."""

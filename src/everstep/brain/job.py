@@ -20,13 +20,23 @@ class Phase(StrEnum):
     SUSPENDED = "suspended"
 
 
+class FailureCounts(msgspec.Struct):
+    """Counts the processes and nodes that were lost, by role. ``memory``: those that died of their memory, which are
+    counted by their role, too."""
+
+    worker: int = 0
+    ps: int = 0
+    master: int = 0
+    node: int = 0
+    memory: int = 0
+
+
 class JobState(msgspec.Struct, kw_only=True):
     """``workers_wanted``, ``ps_wanted``: slots 0..n-1 should be filled. ``leases``: counter of this master's lease
     numbers. ``settles``, ``empties``, ``ranks``, ``refills``, ``saves``: see
     :class:`everstep.brain.events.MasterStarted`.
     ``gathered``: the job waits for no more nodes before it begins (``nodes``); ``nodes_due_at``: until then it does,
     0.0: none has joined. ``anyway``: the job has waited for long enough, and runs with those who are there.
-    ``memory_failures``: processes that died of their memory, counted by their role, too.
     ``workers_asked``: how many it was scaled to last, beside those that nodes bring along; 0: it was not scaled."""
 
     spec: JobSpec = JobSpec()
@@ -38,10 +48,7 @@ class JobState(msgspec.Struct, kw_only=True):
     started_at: float = 0.0
     workers_wanted: int = 0
     ps_wanted: int = 0
-    worker_failures: int = 0
-    ps_failures: int = 0
-    master_failures: int = 0
-    node_failures: int = 0
+    failures: FailureCounts = msgspec.field(default_factory=FailureCounts)
     settles: bool = False
     empties: bool = False
     ranks: bool = False
@@ -51,7 +58,6 @@ class JobState(msgspec.Struct, kw_only=True):
     workers_asked: int = 0
     refills: bool = False
     saves: bool = False
-    memory_failures: int = 0
 
     @property
     def over(self) -> bool:

@@ -612,7 +612,7 @@ class Master:
         nodes = self.brain.members.nodes.values()
         found = [CopyPlace(n.node, n.machine, n.copies) for n in nodes if n.alive and n.copies is not None]
         job, voids = self.brain.job, self.brain.state.groups.history.voids
-        needed = job.worker_failures if job.workers_wanted == 1 else len(voids)  # (else peers have the state)
+        needed = job.failures.worker if job.workers_wanted == 1 else len(voids)  # (else peers have the state)
         return wire.CopyPlaces(tuple(found), needed, max(0.0, self.clock.now() - job.started_at))
 
     def _group_stalled(self, r: GroupStalled, sender: Sender) -> Any:

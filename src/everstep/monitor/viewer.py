@@ -121,7 +121,7 @@ def members_view(brain: Brain, measured: Measured) -> Iterable[MemberView]:
         HOME_NODE,
         measured.master_pid,
         ShownState.LEFT if job.over and not measured.master_pid else ShownState.ALIVE,
-        job.master_failures,
+        job.failures.master,
     )
     for record in brain.members.all():
         member = record.member
@@ -175,12 +175,12 @@ def nodes_view(brain: Brain) -> Iterable[NodeView]:
 def failures_view(brain: Brain) -> dict[str, int]:
     """Return the failures survived so far, by role; and how many of these were out of memory, if any."""
     job = brain.job
-    memory = {OUT_OF_MEMORY: job.memory_failures} if job.memory_failures else {}
+    memory = {OUT_OF_MEMORY: job.failures.memory} if job.failures.memory else {}
     return {
-        "worker": job.worker_failures,
-        "ps": job.ps_failures,
-        "master": job.master_failures,
-        "node": job.node_failures,
+        "worker": job.failures.worker,
+        "ps": job.failures.ps,
+        "master": job.failures.master,
+        "node": job.failures.node,
         **memory,
     }
 

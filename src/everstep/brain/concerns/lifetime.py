@@ -50,7 +50,7 @@ class LifetimeConcern(Concern):
             why = self.concerns.training.begun_words()
             out.append(Note("", Decision("job started", why, {"seed": e.spec.seed})))
         elif not goes_on:
-            job.master_failures += 1
+            job.failures.master += 1
             inputs: Inputs = {
                 "incarnation": e.incarnation,
                 "leases": len(self.shards.leases),

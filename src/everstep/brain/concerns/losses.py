@@ -46,7 +46,7 @@ class LossConcern(Concern):
         training.ended(record, clean=False)
         if record.stopping:
             return self._stopped(record, at)
-        self.job.worker_failures += 1
+        self.job.failures.worker += 1
         record.losses += 1
         if not node_lost:
             record.streak += 1

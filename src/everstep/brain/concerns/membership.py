@@ -126,7 +126,7 @@ class MemberConcern(Concern):
         reason = exit_words(e.status)
         inputs: Inputs = {"exit_status": e.status}
         if e.memory is not None and not record.stopping:
-            self.job.memory_failures += 1
+            self.job.failures.memory += 1
             reason = memory_words(e.memory, e.role)
             inputs |= {"out_of_memory": e.memory.limit.value, "limit_bytes": e.memory.limit_bytes}
         if e.error:

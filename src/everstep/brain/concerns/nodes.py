@@ -162,7 +162,7 @@ class NodeConcern(Concern):
         node.alive, node.quiet_since = False, 0.0
         if self.job.over:
             return []
-        self.job.node_failures += 1
+        self.job.failures.node += 1
         records = [record for record in self.members.on(e.node) if record.running]
         for record in records:  # all at once: none of them is to take over from another one
             if record.member.role is Role.PS and not record.stopping:

@@ -27,7 +27,7 @@ class PsSlotConcern(Concern):
             return self._ps_stopped(record, at)
         late = self._not_emptied(member.slot)
         self.members.set_state(record, MemberState.LOST, at)
-        job.ps_failures += 1
+        job.failures.ps += 1
         record.losses += 1
         record.streak += 1
         out: Out = [*late, Note(str(member.key), Decision("lost", reason, inputs))]
