@@ -1,7 +1,7 @@
 // What the rows of one table in one partition were when the mirrors' newest difference of the partition was made
 // (protect: lag): the old record of each row that changed since, kept once, at the first change. So a row that a
-// hundred pushes change costs one copy and one difference. Not part of a partition's contents. Under the partition's
-// mutex.
+// hundred pushes change costs one copy and one difference. Of a row that was made since, nothing is kept: it was zeros.
+// Not part of a partition's contents. Under the partition's mutex.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "prefetch.h"
 #include "table.h"
 
 namespace everstep {
@@ -20,11 +21,13 @@ class Baseline {
   Baseline(const Baseline&) = delete;
   Baseline& operator=(const Baseline&) = delete;
 
-  bool empty() const { return slots_.empty(); }
-  size_t count() const { return slots_.size(); }
+  bool empty() const { return slots_.empty() && made_slots_.empty(); }
+  size_t count() const { return slots_.size() + made_slots_.size(); }
+  // Places below this one have an old record; the slots of the others were free.
+  size_t kept() const { return slots_.size(); }
   // Slots that were made or freed since: for all others, the row is what it was, but for its record.
   size_t toggles() const { return toggles_; }
-  uint32_t slot(size_t i) const { return slots_[i]; }
+  uint32_t slot(size_t i) const { return i < slots_.size() ? slots_[i] : made_slots_[i - slots_.size()]; }
   const uint8_t* old(size_t i) const { return records_.get() + i * table_.record_bytes; }
   bool has(uint32_t slot) const { return bit(known_, slot); }
   // The slot was free; it was in use and the row was freed (its key: `old_key`).
@@ -38,26 +41,29 @@ class Baseline {
   // Places (for `slot` and `old`) by ascending slot: who reads the rows in this order comes to each page of memory
   // once. Throws std::bad_alloc.
   std::vector<uint32_t> by_slot() const {
-    constexpr uint32_t kBits = 11, kDigits = 1u << kBits;
-    const size_t n = slots_.size();
-    std::vector<uint32_t> order(n), other;
+    const size_t n = count();
+    std::vector<uint32_t> slots(n), order(n), other;
+    std::copy(made_slots_.begin(), made_slots_.end(), std::copy(slots_.begin(), slots_.end(), slots.begin()));
     for (size_t i = 0; i < n; ++i) order[i] = uint32_t(i);
-    if (n < 256) {
-      std::sort(order.begin(), order.end(), [this](uint32_t a, uint32_t b) { return slots_[a] < slots_[b]; });
+    if (n < 32) {
+      std::sort(order.begin(), order.end(), [&](uint32_t a, uint32_t b) { return slots[a] < slots[b]; });
       return order;
     }
     other.resize(n);
     uint32_t most = 0;
-    for (uint32_t slot : slots_) most = std::max(most, slot);
-    for (uint32_t shift = 0; shift < 32 && (most >> shift); shift += kBits) {
-      uint32_t at[kDigits] = {};
-      for (uint32_t slot : slots_) ++at[(slot >> shift) & (kDigits - 1)];
-      for (uint32_t d = 0, sum = 0; d < kDigits; ++d) {
+    for (uint32_t slot : slots) most = std::max(most, slot);
+    // A table's few rows in one partition shall not pay for many digits.
+    const uint32_t bits = n < 512 ? 6 : 11, digits = 1u << bits;
+    for (uint32_t shift = 0; shift < 32 && (most >> shift); shift += bits) {
+      uint32_t at[1u << 11];
+      std::fill_n(at, digits, 0u);
+      for (uint32_t slot : slots) ++at[(slot >> shift) & (digits - 1)];
+      for (uint32_t d = 0, sum = 0; d < digits; ++d) {
         const uint32_t count = at[d];
         at[d] = sum;
         sum += count;
       }
-      for (uint32_t i : order) other[at[(slots_[i] >> shift) & (kDigits - 1)]++] = i;
+      for (uint32_t i : order) other[at[(slots[i] >> shift) & (digits - 1)]++] = i;
       order.swap(other);
     }
     return order;
@@ -74,6 +80,7 @@ class Baseline {
     }
     const size_t need = slots_.size() + n;
     grow(slots_, need);
+    grow(made_slots_, made_slots_.size() + n);
     if (need > room_) {
       const size_t room = std::max(need, room_ * 2);
       std::unique_ptr<uint8_t[]> more(new uint8_t[room * table_.record_bytes + 1]);
@@ -88,15 +95,18 @@ class Baseline {
   // The row is about to change. Whether this is its first change.
   bool keep(uint32_t slot, const void* record) {
     if (has(slot)) return false;
-    std::memcpy(records_.get() + slots_.size() * table_.record_bytes, record, table_.record_bytes);
-    add(slot);
+    uint8_t* to = records_.get() + slots_.size() * table_.record_bytes;
+    prefetch_lines<1>(to + 4 * table_.record_bytes, table_.record_bytes, 256);  // nobody has been there for long
+    std::memcpy(to, record, table_.record_bytes);
+    slots_.push_back(slot);
+    set(known_, slot);
     return true;
   }
   // A row was made in this slot.
   void made(uint32_t slot) {
     if (has(slot)) return;
-    std::memset(records_.get() + slots_.size() * table_.record_bytes, 0, table_.record_bytes);
-    add(slot);
+    made_slots_.push_back(slot);
+    set(known_, slot);
     set(made_, slot);
     ++toggles_;
   }
@@ -111,10 +121,10 @@ class Baseline {
 
   void clear() {
     for (uint32_t slot : slots_) known_[slot >> 6] = 0;
-    if (toggles_) {
-      for (uint32_t slot : slots_) made_[slot >> 6] = freed_[slot >> 6] = 0;
-    }
+    for (uint32_t slot : made_slots_) known_[slot >> 6] = made_[slot >> 6] = 0;
+    for (auto& [slot, key] : keys_) freed_[slot >> 6] = 0;
     slots_.clear();
+    made_slots_.clear();
     keys_.clear();
     toggles_ = 0;
   }
@@ -128,14 +138,10 @@ class Baseline {
   static void grow(std::vector<T>& to, size_t need) {
     if (need > to.capacity()) to.reserve(std::max(need, to.capacity() * 2));
   }
-  void add(uint32_t slot) {
-    slots_.push_back(slot);
-    set(known_, slot);
-  }
 
   const Table& table_;
   std::vector<uint64_t> known_, made_, freed_;  // a bit per slot
-  std::vector<uint32_t> slots_;
+  std::vector<uint32_t> slots_, made_slots_;
   std::unique_ptr<uint8_t[]> records_;              // of slots_
   size_t room_ = 0;                                 // records
   std::vector<std::pair<uint32_t, int64_t>> keys_;  // of rows that were freed

@@ -127,11 +127,11 @@ void bind_contents(nb::class_<Store>& store) {
       .def("flush_older", &Store::flush_older, nb::arg("age_s"), nb::arg("most"), free_gil())
       .def(
           "_lag",
-          [](Store& s) {
-            const Store::Lag lag = s.lag();
+          [](Store& s, bool sizes) {
+            const Store::Lag lag = s.lag(sizes);
             return std::make_tuple(lag.opened, lag.closed, lag.partitions, lag.rows, lag.bytes, lag.oldest_s);
           },
-          free_gil())
+          nb::arg("sizes"), free_gil())
       .def("outbox_ticket", [](Store& s) { return s.outbox().ticket(); })
       .def("outbox_bytes", [](Store& s) { return s.outbox().bytes(); })
       .def(

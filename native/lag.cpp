@@ -48,11 +48,17 @@ void fill(Change& change, size_t part, const Rows& rows, const std::vector<uint3
   const size_t width = rows.table().record_bytes;
   Change::Place& place = change.place(part);
   size_t at = 0;
-  auto put_old = [&](size_t i, bool toggled, int64_t key) {
-    change.row(place, at, base.slot(i), toggled, key);
-    uint8_t* to = place.records + at++ * width;
-    std::memcpy(to, base.old(i), width);
-    return to;
+  auto put_change = [&](size_t i, uint32_t slot) {
+    change.row(place, at, slot, false, 0);
+    xor_of(place.records + at++ * width, base.old(i), rows.record(slot), width);
+  };
+  auto put_old = [&](size_t i, uint32_t slot) {
+    change.row(place, at, slot, true, base.old_key(slot));
+    std::memcpy(place.records + at++ * width, base.old(i), width);
+  };
+  auto put_new = [&](uint32_t slot) {
+    change.row(place, at, slot, true, rows.key(slot));
+    std::memcpy(place.records + at++ * width, rows.record(slot), width);
   };
   if (!base.toggles()) {
     for (size_t k = 0; k < order.size(); ++k) {
@@ -60,25 +66,29 @@ void fill(Change& change, size_t part, const Rows& rows, const std::vector<uint3
         prefetch_lines<0>(rows.record(base.slot(order[k + kAhead])), width, 1024);
         prefetch_lines<0>(base.old(order[k + kAhead]), width, 1024);
       }
-      xor_bytes(put_old(order[k], false, 0), rows.record(base.slot(order[k])), width);
+      put_change(order[k], base.slot(order[k]));
     }
     return;
   }
-  for (size_t i : order) {
+  for (size_t k = 0; k < order.size(); ++k) {
+    if (k + kAhead < order.size()) {
+      rows.prefetch_row(base.slot(order[k + kAhead]));
+      if (order[k + kAhead] < base.kept()) prefetch_lines<0>(base.old(order[k + kAhead]), width, 1024);
+    }
+    const size_t i = order[k];
     const uint32_t slot = base.slot(i);
     const bool used = rows.used(slot);
     if (base.was_free(slot)) {
-      if (used) xor_bytes(put_old(i, true, rows.key(slot)), rows.record(slot), width);
+      if (used) put_new(slot);
     } else if (!base.was_freed(slot)) {
-      xor_bytes(put_old(i, false, 0), rows.record(slot), width);
+      put_change(i, slot);
     } else if (!used) {
-      put_old(i, true, base.old_key(slot));
+      put_old(i, slot);
     } else if (rows.key(slot) == base.old_key(slot)) {
-      xor_bytes(put_old(i, false, 0), rows.record(slot), width);
+      put_change(i, slot);
     } else {  // another row now: the old one goes, and the new one comes
-      put_old(i, true, base.old_key(slot));
-      change.row(place, at, slot, true, rows.key(slot));
-      std::memcpy(place.records + at++ * width, rows.record(slot), width);
+      put_old(i, slot);
+      put_new(slot);
     }
   }
 }
@@ -161,7 +171,7 @@ bool Store::flush(int64_t b) {
   return flush_locked(uint32_t(b), partition);
 }
 
-Store::Lag Store::lag() {
+Store::Lag Store::lag(bool sizes) {
   Lag out;
   // Read first: whoever opened one of these holds the partition's mutex until that can be seen.
   out.opened = out.closed = opened_.load();
@@ -169,12 +179,14 @@ Store::Lag Store::lag() {
   int64_t since_ns = now_ns;
   for (uint32_t b = 0; b < n_partitions_; ++b) {
     Partition& partition = partitions_[b];
+    if (!partition.owned) continue;  // nothing is open where nothing is owned
     std::lock_guard<std::mutex> hold(partition.mutex);
     if (!partition.open.number) continue;
     out.closed = std::min(out.closed, partition.open.number - 1);
     ++out.partitions;
     since_ns = std::min(since_ns, partition.open.since_ns);
-    for (auto& rows : partition.rows) {
+    for (size_t t = 0; sizes && t < partition.rows.size(); ++t) {
+      const auto& rows = partition.rows[t];
       out.rows += rows->baseline.count();
       out.bytes += rows->baseline.count() * rows->table().record_bytes;
     }
@@ -187,6 +199,7 @@ size_t Store::flush_older(double age_s, size_t most) {
   const int64_t before = steady_ns() - int64_t(age_s * 1e9);
   std::vector<std::pair<int64_t, uint32_t>> due;
   for (uint32_t b = 0; b < n_partitions_; ++b) {
+    if (!partitions_[b].owned) continue;
     std::lock_guard<std::mutex> hold(partitions_[b].mutex);
     if (partitions_[b].open.number && partitions_[b].open.since_ns <= before)
       due.emplace_back(partitions_[b].open.since_ns, b);

@@ -17,7 +17,9 @@ constexpr size_t kMostMembers = 16;
 constexpr uint64_t kMostGrowth = uint64_t(1) << 24;  // slots by which one blob may lengthen a table
 constexpr size_t kAhead = 6;                         // rows whose lines are on their way
 
-void fetch(const PageSet& pages, uint64_t slot) {
+// Of a slot whose page was made. `head`: its key, too.
+void fetch(const PageSet& pages, uint64_t slot, bool head) {
+  if (head) __builtin_prefetch(pages.of(slot) + pages.table().keys_at + pages.in_page(slot) * 8, 1);
   prefetch_lines<1>(pages.record(slot), pages.table().record_bytes, 1024);
 }
 
@@ -73,6 +75,11 @@ std::vector<uint8_t*> PageSet::give_up() {
 }
 
 void add_head(const Table& table, uint8_t* head, size_t i, const uint8_t* key, uint8_t weight) {
+  if (weight == 1) {
+    head[i >> 3] ^= uint8_t(1u << (i & 7));
+    xor_bytes(head + table.keys_at + i * 8, key, 8);
+    return;
+  }
   const GfTables& t = gf_tables();
   head[i >> 3] ^= gf_mul(t, weight, uint8_t(1u << (i & 7)));
   uint8_t* at = head + table.keys_at + i * 8;
@@ -165,6 +172,7 @@ ApplyResult Mirror::apply_change(Member& m, size_t index, const Blob& b) {
     const size_t record = part.table->record_bytes;
     const uint8_t weight = weight_of(m, *part.table);
     const Sweep sweep = covered(part);
+    const uint64_t below = std::max(sweep.heads, sweep.bodies);
     if (m.stage == kSwept && (sweep.heads < kNoLimit || sweep.bodies < kNoLimit))
       m.sweeps[part.table->id].dropped = true;
     const uint32_t n = part.head.n;
@@ -174,7 +182,8 @@ ApplyResult Mirror::apply_change(Member& m, size_t index, const Blob& b) {
     }
     for (uint32_t i = 0, key = 0; i < n; ++i) {
       const uint32_t slot = part.slot(i);
-      if (i + kAhead < n && part.slot(i + kAhead) < sweep.bodies) fetch(pages, part.slot(i + kAhead));
+      if (i + kAhead < n && part.slot(i + kAhead) < below)
+        fetch(pages, part.slot(i + kAhead), part.is_toggled(i + kAhead));
       if (part.is_toggled(i)) {
         if (slot < sweep.heads)
           add_head(*part.table, pages.of(slot), pages.in_page(slot), part.keys + size_t(key) * 8, weight);

@@ -13,6 +13,7 @@
 
 #include "baseline.h"
 #include "pool.h"
+#include "prefetch.h"
 #include "running.h"
 #include "table.h"
 
@@ -55,6 +56,14 @@ class Rows {
     const Entry* entries = entries_.load(std::memory_order_relaxed);
     const uint64_t mask = mask_.load(std::memory_order_relaxed);
     for (size_t i = 0; entries && i < n; ++i) __builtin_prefetch(entries + (hashes[i] & mask) * kGroup);
+  }
+
+  // Brings a slot's key and record on their way; the slot may be free.
+  void prefetch_row(uint32_t slot) const {
+    const size_t p = slot >> table_.page_bits, i = in_page(slot);
+    if (p >= pages_.size() || !pages_[p]) return;
+    __builtin_prefetch(table_.keys(pages_[p]) + i);
+    prefetch_lines<0>(table_.record(pages_[p], i), table_.record_bytes, 1024);
   }
 
   // Makes the row, from `values` or, if null, as it begins; meta is zero. The key must not be there. Throws

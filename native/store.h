@@ -149,7 +149,8 @@ class Store {
     size_t partitions = 0, rows = 0, bytes = 0;
     double oldest_s = 0;
   };
-  Lag lag();
+  // Without `sizes`: no rows and bytes, which are many places in memory.
+  Lag lag(bool sizes = true);
   // Closes what is open for longer, the oldest first, at most `most`. How many.
   size_t flush_older(double age_s, size_t most);
   // Contents of the slots [lo, hi) of one table, to the outbox; the next lo, or -1 after the last slot.

@@ -90,4 +90,17 @@ static inline void xor_bytes(uint8_t* __restrict dst, const uint8_t* __restrict 
   for (; i < n; ++i) dst[i] ^= src[i];
 }
 
+// dst = a ^ b, in one go. All may be unaligned; dst is apart from both.
+static inline void xor_of(uint8_t* __restrict dst, const uint8_t* __restrict a, const uint8_t* __restrict b, size_t n) {
+  size_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    uint64_t x, y;
+    std::memcpy(&x, a + i, 8);
+    std::memcpy(&y, b + i, 8);
+    x ^= y;
+    std::memcpy(dst + i, &x, 8);
+  }
+  for (; i < n; ++i) dst[i] = a[i] ^ b[i];
+}
+
 }  // namespace everstep

@@ -50,6 +50,19 @@ def test_what_is_due_is_sent_one_partition_at_a_time() -> None:
     assert ps.sent == 4
 
 
+def test_it_looks_again_when_something_can_be_due() -> None:
+    ps = Ps(1000.0)
+    rest = ps.lag.look()
+    assert rest == 0.25  # nothing is open
+    for lag_s, least_s, most_s in ((1000.0, 0.25, 0.25), (1.0, 0.09, 0.1), (0.02, 0.004, 0.005)):
+        ps = Ps(lag_s)
+        ps.change()
+        assert least_s <= ps.lag.look() <= most_s, lag_s  # young changes: not before a share of the lag
+    ps = Ps(SHORT_S)
+    ps.change()
+    assert ps.lag.look() == 0.001  # three others are due
+
+
 def test_confirmed_is_what_all_mirrors_have() -> None:
     ps = Ps(LONG_S)
     assert ps.lag.advance() == (0, 0)

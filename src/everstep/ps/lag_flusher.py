@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 
 from everstep import faultpoints
-from everstep.native import Store
+from everstep.native import LagState, Store
 
 EARLY, DUE, LATE = 0.7, 0.9, 2.0
 """Shares of the lag; see above."""
@@ -67,37 +67,54 @@ class LagFlusher:
 
     def look(self) -> float:
         """Return in how many seconds to look again, after flushing what is due."""
-        now, lag = self._now(), self._store.lag()
+        now, lag = self._now(), self._store.lag(sizes=False)
         asked = self._requests()
         idle, self._asked = asked == self._asked, asked
         flushed = 0
         if lag.partitions:
-            turn = now - self._flushed_at >= DUE * self.lag_s / lag.partitions
             if lag.oldest_s >= DUE * self.lag_s:
                 flushed = self._store.flush_older(DUE * self.lag_s, 1)
-            elif lag.oldest_s >= EARLY * self.lag_s and (idle or turn):
+            elif lag.oldest_s >= EARLY * self.lag_s and (idle or now >= self._turn_at(lag)):
                 flushed = self._store.flush_older(EARLY * self.lag_s, 1)
         if flushed:
             self._flushed_at = now
             faultpoints.reach("after_flush")
             self._send()
-        self.advance()
-        pause = min(0.1, max(0.005, self.lag_s / 40))
-        return min(pause, 0.001) if flushed else pause
+            lag = self._store.lag(sizes=False)
+        with self._lock:
+            self._advance(now, lag)
+        return self._pause_s(now, lag)
+
+    def _turn_at(self, lag: LagState) -> float:
+        """Return when the next partition has its turn, at equal distances within the lag. Some are open."""
+        return self._flushed_at + DUE * self.lag_s / lag.partitions
+
+    def _pause_s(self, now: float, lag: LagState) -> float:
+        """Return how long nothing can become due. Each look costs: it wakes a thread, and takes the mutexes of all
+        partitions."""
+        most_s = min(0.25, max(0.005, self.lag_s / 10))
+        if not lag.partitions:
+            return most_s
+        early_s = EARLY * self.lag_s - lag.oldest_s
+        due_s = min(self._turn_at(lag) - now, DUE * self.lag_s - lag.oldest_s)
+        return min(most_s, max(0.001, early_s, due_s))
 
     def advance(self) -> tuple[int, int]:
         """See how far the mirrors are. Return up to which number they have all changes, and the newest number."""
         with self._lock:
-            now, lag = self._now(), self._store.lag()
-            ticket = self._store.outbox_ticket()  # (after what is closed was read)
-            if lag.closed > (self._sent[-1][0] if self._sent else self.confirmed):
-                self._sent.append((lag.closed, ticket))
-            done = self._done_ticket()
-            while self._sent and self._sent[0][1] <= done:
-                self.confirmed = self._sent.popleft()[0]
-            while self._opened and self._opened[0][0] <= self.confirmed:
-                self._opened.popleft()
-            if lag.opened > (self._opened[-1][0] if self._opened else self.confirmed):
-                self._opened.append((lag.opened, now))
-            self.behind_s = max(0.0, now - self._opened[0][1]) if self._opened else 0.0
-            return self.confirmed, lag.opened
+            return self._advance(self._now(), self._store.lag(sizes=False))
+
+    def _advance(self, now: float, lag: LagState) -> tuple[int, int]:
+        """Return the same for ``lag``; ``_lock`` is held."""
+        ticket = self._store.outbox_ticket()  # (after what is closed was read)
+        if lag.closed > (self._sent[-1][0] if self._sent else self.confirmed):
+            self._sent.append((lag.closed, ticket))
+        done = self._done_ticket()
+        while self._sent and self._sent[0][1] <= done:
+            self.confirmed = self._sent.popleft()[0]
+        while self._opened and self._opened[0][0] <= self.confirmed:
+            self._opened.popleft()
+        if lag.opened > (self._opened[-1][0] if self._opened else self.confirmed):
+            self._opened.append((lag.opened, now))
+        self.behind_s = max(0.0, now - self._opened[0][1]) if self._opened else 0.0
+        return self.confirmed, lag.opened
