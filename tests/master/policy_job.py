@@ -156,7 +156,7 @@ def _look(controller: PolicyController, at: float) -> None:
     """With what comes of it: a policy takes no virtual time."""
     controller.tick(at)
     limit_s = time.monotonic() + 60.0
-    while controller._shown is not None:
+    while controller._call.at_work:
         assert time.monotonic() < limit_s, "a policy does not return"
         time.sleep(0.0)
         controller.tick(at)

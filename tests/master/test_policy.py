@@ -102,7 +102,7 @@ class Shell:
         end = time.monotonic() + 60
         self.at += 10.0
         self.controller.tick(self.at)
-        while self.controller._shown is not None and time.monotonic() < end:
+        while self.controller._call.at_work and time.monotonic() < end:
             self.controller.tick(self.at)
             time.sleep(0.001)
 
@@ -159,7 +159,7 @@ def test_it_is_looked_as_soon_as_all_have_readings_and_then_once_a_window_at_new
             shell.at += 0.5
             wait = time.monotonic() + 60
             shell.controller.tick(shell.at)
-            while shell.controller._shown is not None and time.monotonic() < wait:
+            while shell.controller._call.at_work and time.monotonic() < wait:
                 shell.controller.tick(shell.at)
                 time.sleep(0.001)
         return list(looks)

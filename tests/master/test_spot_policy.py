@@ -21,7 +21,8 @@ from everstep.config.load import check_policy_module, load_spec
 from everstep.config.spec import JobSpec
 from everstep.errors import ConfigError
 from everstep.ids import Incarnation, NodeId
-from everstep.master.spot_policy import LIMIT_S, LOOK_S, SpotController, refuse_plan
+from everstep.master.spot_policy import LOOK_S, SpotController, refuse_plan
+from everstep.master.user_call import LIMIT_S
 from everstep.model.capacity import CapacityStep, Market
 from everstep.model.decision import Decision
 from everstep.model.spot_choice import ReclaimsSeen
@@ -98,6 +99,7 @@ class Job:
         script = str(folder / "train.py")
         self.spec = JobSpec(workers=1, spot_policy=policy, checkpoint_every="10m", capacity="trace:x", script=script)
         self.hangs, self.calls = hangs, 0
+        self.hanging: list[Callable[[], None]] = []
         self.tell(MasterStarted(Incarnation(1), self.spec))
         self.controller = self.made()
 
@@ -106,8 +108,14 @@ class Job:
 
     def call(self, call: Callable[[], None]) -> None:
         self.calls += 1
-        if not self.hangs:
+        if self.hangs:
+            self.hanging.append(call)
+        else:
             call()
+
+    def returns(self) -> None:
+        """Let the call that hangs end."""
+        self.hanging.pop()()
 
     def tell(self, fact: FactType) -> None:
         event = Event(self.at, fact)
@@ -222,6 +230,25 @@ def test_a_policy_that_never_returns_is_given_up_and_the_job_goes_on() -> None:
     assert "it takes longer than 10 s" in said.reason and job.brain.state.spot.failed
     job.run(5 * LOOK_S)
     assert job.calls == 1 and len(job.decided("disable the spot policy")) == 1
+
+
+@pytest.mark.parametrize("jump_s", [7200.0, -7200.0, -500.0, LIMIT_S + 1])
+def test_a_clock_that_jumps_disables_no_spot_policy_and_keeps_none_from_looking(jump_s: float) -> None:
+    job = Job(hangs=True)
+    job.tell(machine("a", CapacityStep.GRANTED))
+    job.run(2.0)
+    assert job.calls == 1
+    job.at += jump_s  # in the middle of a call
+    job.run(LIMIT_S / 2)
+    assert not job.decided("disable the spot policy") and not job.brain.state.spot.failed
+    job.returns()
+    job.run(2.0)
+    assert job.interval_s > 0 and not job.brain.state.spot.failed
+    job.at += jump_s  # between two calls
+    job.run(LOOK_S + 2)
+    assert job.calls >= 2, "it waits for its old clock"
+    job.run(LIMIT_S + 1)
+    assert job.decided("disable the spot policy"), "a call that never returns is still given up"
 
 
 def test_plans_that_a_running_job_cannot_follow() -> None:

@@ -5,19 +5,18 @@ The first look is when every worker has told what it takes: whoever is slow from
 one waits a little for readings that are new, where steps take longer than windows; not while a step under way already
 takes clearly longer than was shown: who makes all others wait is the only one that has any.
 
-A policy runs on a thread of its own, never on the master's loop: a user's may take long, or never return. One that
-takes longer than ``LIMIT_S``, raises, or makes an impossible plan is disabled, with one event; the job goes on with the
-last plan. Soft state: a new master begins with a policy that has seen nothing. How often it restarted members is in
-the journal, and part of what it is shown.
+A policy runs on a thread of its own, never on the master's loop (``UserCall``). One that takes longer than ``LIMIT_S``,
+raises, or makes an impossible plan is disabled, with one event; the job goes on with the last plan. Soft state: a new
+master begins with a policy that has seen nothing. How often it restarted members is in the journal, and part of what it
+is shown.
 """
 
 from __future__ import annotations
 
 import importlib
-import queue
-import threading
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from everstep.config.renamed import POLICIES as RENAMED_POLICIES
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, Slot
 from everstep.master.callables import load_callable
+from everstep.master.user_call import LIMIT_S, CallState, UserCall
 from everstep.model.observation import Observations, ServerSeen, WorkerSeen
 from everstep.model.plan import Plan
 from everstep.model.step_schedule import BatchShare
@@ -43,8 +43,8 @@ PEEK = 0.1
 PATIENCE = 2.0
 """Windows that a look waits for new readings."""
 
-LIMIT_S = 10.0
-"""So long one call of a policy may take."""
+Made = tuple[Plan | None, Any, str]
+"""A plan that can be followed, the policy's new state, and what is wrong with the plan; "": nothing."""
 
 
 class PolicyController:
@@ -63,48 +63,36 @@ class PolicyController:
         made: Callable[[], object] = lambda: None,
     ) -> None:
         self._brain, self._spec, self._tell = brain, spec, tell
-        self._observe, self._window_s, self._limit_s, self._say_made = observe, window_s, limit_s, made
+        self._observe, self._window_s = observe, window_s
+        self._call: UserCall[Made] = UserCall("everstep-policy", limit_s, made)
         self._look_at = self._peek_at = 0.0
         self._looked_at = float("-inf")
         self._known: frozenset[tuple[Slot, Incarnation]] = frozenset()  # workers of which there were readings
         self._seconds: dict[tuple[Slot, Incarnation], float] = {}  # seconds per sample of the last look
-        self._shown: Observations | None = None  # to the call under way
-        self._tick_at, self._spent_s = 0.0, 0.0  # so long it takes until now
-        self._made: queue.SimpleQueue[tuple[Plan | None, Any, str]] = queue.SimpleQueue()
         self._policy: Policy | None = None
         self._state: Any = None
 
     def __repr__(self) -> str:
-        busy = " at work" if self._shown is not None else ""
-        return f"<policy {self._spec.policy}{busy}, looks again at {self._look_at:.1f}>"
+        return f"<policy {self._spec.policy} {self._call!r}, looks again at {self._look_at:.1f}>"
 
     def tick(self, at: float) -> None:
         """Call several times a second, and when readings came; ``at`` in seconds. A clock that jumps is nobody's time:
         the call under way is not given up for it, and no look waits for a moment that has gone."""
-        passed_s, self._tick_at = at - self._tick_at, at
-        if 0.0 <= passed_s <= self._limit_s:
-            self._spent_s += passed_s
+        call = self._call.poll(at)
         self._look_at = min(self._look_at, at + self._window_s)
         self._peek_at = min(self._peek_at, at + self._window_s)
         control = self._brain.state.control
         if self._spec.policy == "none" or control.disabled or self._brain.job.over:
             return
-        if self._shown is not None:
-            if not self._made.empty():
-                self._shown = None
-                self._take(at, *self._made.get())
-            elif self._spent_s > self._limit_s:
-                self._shown = None  # its thread is a daemon, and nobody listens to it any more
-                self._made = queue.SimpleQueue()
-                self._disable(at, f"it takes longer than {self._limit_s:g} s")
-        elif at >= self._peek_at and (due := self._due(at)) is not None:
+        if call is CallState.ENDED:
+            self._take(*self._call.result)
+        elif call is CallState.LATE:
+            self._disable(self._call.late_words)
+        elif call is CallState.NONE and at >= self._peek_at and (due := self._due(at)) is not None:
             self._looked_at, self._look_at = at, at + self._window_s
             self._seconds = {(w.slot, w.incarnation): w.short.per_sample_s or w.long.per_sample_s for w in due.workers}
-            self._shown, self._spent_s = due, 0.0
             # (the state as it is now goes along: a call that is given up must not change it later)
-            threading.Thread(
-                target=self._call, args=(due, self._state, self._made), name="everstep-policy", daemon=True
-            ).start()
+            self._call.begin(partial(self._made_of, due, self._state))
 
     def _due(self, at: float) -> Observations | None:
         """Return what the policy is shown now; None: nothing yet."""
@@ -132,16 +120,14 @@ class PolicyController:
         last_s = self._seconds.get((seen.slot, seen.incarnation), 0.0)
         return seen.short.under_way and seen.short.per_sample_s >= last_s * NEWS
 
-    def _call(self, seen: Observations, state: Any, made: queue.SimpleQueue[tuple[Plan | None, Any, str]]) -> None:
+    def _made_of(self, seen: Observations, state: Any) -> Made:
         """On the policy's thread, with all that is done to what it returned: any of it may be code of its own."""
         try:
-            made.put(self._ask(seen, state))
+            return self._ask(seen, state)
         except BaseException as error:  # whatever it is, it must not stay on this thread: SystemExit, too
-            made.put((None, None, f"it raised {error_words(error)}{_where(error)}"))
-        self._say_made()
+            return None, None, f"it raised {error_words(error)}{_where(error)}"
 
-    def _ask(self, seen: Observations, state: Any) -> tuple[Plan | None, Any, str]:
-        """Return a plan that can be followed, the policy's new state, and what is wrong with the plan; "": nothing."""
+    def _ask(self, seen: Observations, state: Any) -> Made:
         if self._policy is None:
             self._policy = load(self._spec.policy, Path(self._spec.script).parent)
         returned = self._policy(seen, state)
@@ -152,15 +138,15 @@ class PolicyController:
             return None, None, str(wrong)
         return plan, state, refuse(plan, seen) if plan is not None else ""
 
-    def _take(self, at: float, plan: Plan | None, state: Any, error: str) -> None:
+    def _take(self, plan: Plan | None, state: Any, error: str) -> None:
         """Take in what a call came to."""
         self._state = state
         if error:
-            self._disable(at, line(error))
+            self._disable(line(error))
         elif plan is not None:
             self._tell(PlanMade(self._spec.policy, plan))
 
-    def _disable(self, at: float, error: str) -> None:
+    def _disable(self, error: str) -> None:
         self._tell(PolicyDisabled(self._spec.policy, error))
 
 

@@ -1,15 +1,14 @@
 """Does the shell's part of spot policies: counts reclaims, asks the chosen policy, and has the brain note its choice.
 
-The policy is asked on a thread of its own when a machine came or went, and once in ``LOOK_S`` besides. Its choice holds
-for the next checkpoint. A choice that differs little from the last one is not noted. A policy that raises, returns
-something else, or takes longer than ``LIMIT_S`` is asked no more: the last interval stays.
+The policy is asked on a thread of its own (``UserCall``) when a machine came or went, and once in ``LOOK_S`` besides.
+Its choice holds for the next checkpoint. A choice that differs little from the last one is not noted. A policy that
+raises, returns something else, or takes longer than ``LIMIT_S`` is asked no more: the last interval stays.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from everstep.brain.brain import Brain
@@ -20,12 +19,12 @@ from everstep.config.parity import parse_code
 from everstep.config.spec import JobSpec
 from everstep.errors import ConfigError
 from everstep.master.callables import load_callable
+from everstep.master.user_call import CallState, UserCall
 from everstep.model.spot_choice import ReclaimsSeen, SpotChoice
 from everstep.monitor.reclaims import ReclaimCounter
 from everstep.policies.spot import INTERVAL_MAX_S, SpotPlan, SpotPolicy, SpotSeen, by_hazard, hazard_of
 
 LOOK_S = 60.0
-LIMIT_S = 10.0
 NEWS = 1.25
 """An interval is news that differs by so much from the one that holds."""
 
@@ -39,16 +38,13 @@ class SpotController:
         brain: Brain,
         spec: JobSpec,
         tell: Callable[[FactType], object],
-        thread: Callable[[Callable[[], None]], None] = lambda call: threading.Thread(
-            target=call, name="everstep-spot-policy", daemon=True
-        ).start(),
+        thread: Callable[[Callable[[], None]], None] | None = None,
     ) -> None:
-        self._brain, self._spec, self._tell, self._thread = brain, spec, tell, thread
+        self._brain, self._spec, self._tell = brain, spec, tell
+        self._call: UserCall[SpotPlan | str] = UserCall("everstep-spot-policy", thread=thread)
         self._counter = ReclaimCounter(brain.state.spot.seen)
         self._look_at = 0.0
-        self._asked_at: float | None = None  # of the call under way
         self._shown: ReclaimsSeen | None = None
-        self._made: queue.SimpleQueue[SpotPlan | str] = queue.SimpleQueue()
         self._policy: SpotPolicy | None = None
 
     def __repr__(self) -> str:
@@ -64,21 +60,18 @@ class SpotController:
             self._counter.over(event.at)
 
     def tick(self, at: float) -> None:
-        """Call several times a second; ``at`` in seconds."""
-        choice = self._brain.state.spot
+        """Call several times a second; ``at`` in seconds, of a clock that may jump."""
+        call, choice = self._call.poll(at), self._brain.state.spot
         if self._brain.job.over or choice.failed:
             return
-        if self._asked_at is not None:
-            if not self._made.empty():
-                self._asked_at = None
-                self._take(self._made.get())
-            elif not 0.0 <= at - self._asked_at <= LIMIT_S:
-                self._asked_at, self._made = None, queue.SimpleQueue()
-                self._fails(f"it takes longer than {LIMIT_S:g} s")
-        elif (at >= self._look_at or at < self._look_at - LOOK_S) and (seen := self._seen(at)) is not None:
-            self._look_at, self._asked_at = at + LOOK_S, at
-            made = self._made
-            self._thread(lambda: self._call(seen, made))
+        self._look_at = min(self._look_at, at + LOOK_S)
+        if call is CallState.ENDED:
+            self._take(self._call.result)
+        elif call is CallState.LATE:
+            self._fails(self._call.late_words)
+        elif call is CallState.NONE and at >= self._look_at and (seen := self._seen(at)) is not None:
+            self._look_at = at + LOOK_S
+            self._call.begin(partial(self._ask, seen))
 
     def _seen(self, at: float) -> SpotSeen | None:
         """Return what the policy is shown; None: no machine that may be taken back was there yet."""
@@ -99,15 +92,15 @@ class SpotController:
             saves_itself=self._spec.grouped or not spot,
         )
 
-    def _call(self, seen: SpotSeen, made: queue.SimpleQueue[SpotPlan | str]) -> None:
-        """On the policy's thread: any of it may be code of the user's."""
+    def _ask(self, seen: SpotSeen) -> SpotPlan | str:
+        """On the policy's thread: any of it may be code of the user's. A text: what is wrong."""
         try:
             if self._policy is None:
                 self._policy = load_spot_policy(self._spec.spot_policy, Path(self._spec.script).parent)
             plan = self._policy(seen)
-            made.put(plan if isinstance(plan, SpotPlan) else f"it returned {plan!r}: expected a SpotPlan")
+            return plan if isinstance(plan, SpotPlan) else f"it returned {plan!r}: expected a SpotPlan"
         except BaseException as error:  # whatever it is, it must not stay on this thread: SystemExit, too
-            made.put(f"it raised {error_words(error)}")
+            return f"it raised {error_words(error)}"
 
     def _take(self, plan: SpotPlan | str) -> None:
         """Take in what a call came to."""
