@@ -18,8 +18,10 @@ from everstep.cli.status import RENAMED, as_builtins
 from everstep.cli.top import lines
 from everstep.cli.view_text import ending_text, fact_lines, head_text, picture, progress_line
 from everstep.ids import Incarnation, NodeId, Slot
-from everstep.model import job_view
+from everstep.model import graph_readings, job_view
+from everstep.model.graph_readings import GraphView, ModuleView, TableView
 from everstep.model.job_view import (
+    BindingView,
     CheckpointView,
     CostView,
     EpochView,
@@ -99,6 +101,7 @@ def whole() -> JobView:
             (counters(Role.WORKER), counters(Role.PS)),
             {"negative": 2},
             (RunningFault("worker:0", "slow", 4.0, 130.0),),
+            BindingView("ps service binds (60 % of the time)", {"ps": 0.6}),
         ),
         supervision=SupervisionView(
             state="waiting",
@@ -111,6 +114,10 @@ def whole() -> JobView:
             stages=(StageView(90.0, "running", "enough"), StageView(95.0, "waiting", "too few")),
         ),
         cost=CostView(12.5, 0.9, 31.0, 2.0, 100.0, 3600.0),
+        graph=GraphView(
+            modules=(ModuleView("Net", "Net", 0, 1.0, 0.02, 0.01, 0.04, 15, 60, 64.0),),
+            tables=(TableView("users", 1000, 72_000),),
+        ),
     )
 
 
@@ -191,7 +198,10 @@ def test_each_field_is_shown() -> None:
     assert seen == wanted, f"not shown anywhere: {sorted(wanted - seen)}"
 
 
-@pytest.mark.parametrize("view", VIEWS)
+GRAPH = [s for s in vars(graph_readings).values() if isinstance(s, type) and s.__module__ == graph_readings.__name__]
+
+
+@pytest.mark.parametrize("view", [*VIEWS, *GRAPH])
 def test_each_field_has_a_unit_in_its_docstring(view: type[msgspec.Struct]) -> None:
     told = re.findall(r"^ *- ``(\w+)``: .*\[[^\[\]]+\]$", view.__doc__ or "", re.MULTILINE)
     assert sorted(told) == sorted(view.__struct_fields__)

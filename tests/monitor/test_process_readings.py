@@ -28,7 +28,7 @@ def test_the_file_of_the_own_cgroup_is_found(tmp_path: Path) -> None:
 
 
 def test_without_these_files_there_are_fewer_readings(tmp_path: Path) -> None:
-    assert set(ProcessReadings(tmp_path, tmp_path).readings()) == {"cpu_s", "rss_bytes"}
+    assert set(ProcessReadings(tmp_path, tmp_path).readings()) == {"cpu_s", "rss_bytes", "cores"}
     assert hardware_class(tmp_path) == ""
 
 

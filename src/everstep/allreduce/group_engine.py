@@ -17,7 +17,7 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -44,6 +44,7 @@ from everstep.config.spec import JobSpec
 from everstep.data.random_streams import STREAMS, seed_range, seed_streams
 from everstep.errors import EverstepError, NonFiniteGradientError, PlatformError, ScriptError
 from everstep.ids import LeaseNo
+from everstep.model.graph_readings import GraphReading
 from everstep.model.group import Group, Micro
 from everstep.model.placement import Placement
 from everstep.model.shard import Lease, ShardSchedule
@@ -206,6 +207,7 @@ class GroupEngine:
         self.loader_batch = self._largest_batch = 0  # samples; of each process, by the script
         self._busy_s = self._wait_s = 0.0
         self.clock = StepClock()
+        self.graph: Callable[[], GraphReading | None] = lambda: None  # readings of the model
         self._process = ProcessReadings()
         self._began_at = time.monotonic()
         self._rate: deque[tuple[float, int]] = deque([(self._began_at, 0)], maxlen=12)
@@ -275,7 +277,9 @@ class GroupEngine:
         if "loss" in self.values:
             readings["loss"] = self.values["loss"]
         idle_s, inside = self.clock.idle_s, self.clock.inside
-        return messages.Beat(readings=readings, values=dict(self.values), idle_s=idle_s, inside=inside)
+        return messages.Beat(
+            readings=readings, values=dict(self.values), idle_s=idle_s, inside=inside, graph=self.graph()
+        )
 
     # ------------------------------------------------------------ what the script gives
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from everstep.api.graph_sampler import GraphSampler
 from everstep.api.listeners import WorkerRuntime
 from everstep.api.renamed_job_names import RenamedJobNames
 from everstep.api.sparse import InitChoice, LifeCycle, Only, swap
@@ -91,6 +92,9 @@ class Job(RenamedJobNames):
         self.closed = False
         super().__init__(runtime, trainer(runtime))
         self._engine, self._tables, self._models = self._trainer.engine, self._trainer.tables, self._trainer.models
+        unseen = "modules are not measured in mode pipeline: see everstep bubbles" if spec.mode == "pipeline" else ""
+        self._graph = GraphSampler(self._trainer, spec.graph_every, unseen)
+        self._engine.graph = self._graph.take
         runtime.start(self._engine)
         atexit.register(self._at_exit)
 
@@ -285,7 +289,7 @@ class Job(RenamedJobNames):
             )
         if "EVERSTEP_PROBE" in os.environ:
             return probed_steps(self._runtime, self._trainer, loader)
-        return self._trainer.steps(loader)
+        return self._graph.steps(self._trainer.steps(loader))
 
     def report(self, **values: Any) -> None:
         """Report numbers for the display and the summary: ``job.report(loss=loss)``. Cheap; the newest of each

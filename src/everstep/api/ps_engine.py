@@ -9,8 +9,10 @@ Below them ``ProtocolDriver`` talks to the ps and the master for three pure mach
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+
+import msgspec
 
 from everstep.api.listeners import WorkerRuntime
 from everstep.api.protocol_driver import ProtocolDriver
@@ -26,6 +28,7 @@ from everstep.config.consistency import parse_consistency
 from everstep.data.loader import Loader
 from everstep.errors import EverstepError
 from everstep.ids import LeaseNo, TableId
+from everstep.model.graph_readings import GraphReading
 from everstep.model.placement import Placement
 from everstep.model.shard import Lease, split_key
 from everstep.model.step_schedule import StepSchedule
@@ -52,6 +55,7 @@ class PsEngine:
             self.driver, tables, self.gradients, self._hand, self._pusher, alone=alone, only=only
         )
         self.loop = PsLoop(self.driver, tables, self.gradients, self._hand, waits, self._pusher, self.builder)
+        self.graph: Callable[[], GraphReading | None] = lambda: None  # readings of the model
         self._readings = WorkerReadings(self.driver, tables, self._pusher, self.loop)
         tables.before_refresh = self.builder.before_refresh
         tables.renorming.keeps_outside = lambda: only
@@ -158,7 +162,7 @@ class PsEngine:
         return self.driver.held()
 
     def beat(self) -> Beat:
-        return self._readings.beat()
+        return msgspec.structs.replace(self._readings.beat(), graph=self.graph())
 
     def _name_of(self, table: TableId) -> str:
         names = [i.spec for i in self.tables.infos.values()] + [g.spec for g in self.tables.dense]

@@ -15,6 +15,7 @@ from everstep.api.listeners import Listener, WorkerRuntime
 from everstep.api.tables import TableSet
 from everstep.data.loader import Loader
 from everstep.errors import EverstepError, ScriptError
+from everstep.model.graph_readings import GraphReading
 from everstep.monitor.stepclock import StepClock
 
 if TYPE_CHECKING:
@@ -35,6 +36,9 @@ OTHER_MODE: Final = (
 
 class TrainingLoop(Listener, Protocol):
     """Runs the loop, and is told what the master orders."""
+
+    graph: Callable[[], GraphReading | None]
+    """Gives the readings of the model that a beat shall have; None: nothing new."""
 
     @property
     def values(self) -> dict[str, float]:

@@ -59,9 +59,10 @@ def ask_master(run_dir: Path, request: RequestType, timeout_s: float = ANSWER_S)
     return ask(lambda: master_address(run_dir), run_dir, secret, request, timeout_s)
 
 
-def ask_view(run_dir: Path, *, speed: bool = False, timeout_s: float = ANSWER_S) -> JobView:
-    """Return the read model of a running job. ``speed``: also how fast its members are. Raises as ``ask_master``."""
-    view = ask_master(run_dir, GetStatus(speed), timeout_s)
+def ask_view(run_dir: Path, *, speed: bool = False, graph: bool = False, timeout_s: float = ANSWER_S) -> JobView:
+    """Return the read model of a running job. ``speed``: also how fast its members are; ``graph``: also the model and
+    the tables. Raises as ``ask_master``."""
+    view = ask_master(run_dir, GetStatus(speed, graph), timeout_s)
     assert isinstance(view, JobView)
     return view
 

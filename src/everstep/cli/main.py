@@ -71,6 +71,10 @@ def cli() -> None:
     "--copy-every",
     help="pipeline: copy the stages in one of so many iterations; auto (default): as often as costs 1 %; off.",
 )
+@click.option(
+    "--graph-every",
+    help="everstep graph: sample one step in so many; auto (default): as often as costs 0.2 %; off.",
+)
 @click.option("--shard", type=int, hidden=True)  # its old name
 @click.option(
     "--heal-from",
@@ -286,6 +290,17 @@ def unsuspend(
         return
     moved = MovedTo(run_dir=new_dir or "", script=script or "", bind=bind or "")
     raise SystemExit(unsuspend_job(run_dir, not no_display, budget, moved))
+
+
+@cli.command()
+@RUN_DIR
+@click.option("--json", "as_json", is_flag=True, help="For programs: everything that was measured.")
+@click.option("--out", type=click.Path(path_type=Path), help="A picture (SVG) instead of text.")
+def graph(run_dir: Path, as_json: bool, out: Path | None) -> None:
+    """Show the model as a tree with time and memory, the tables with their rows and keys, and what binds the job."""
+    from everstep.cli.graph import show_graph
+
+    show_graph(run_dir, as_json, out)
 
 
 @cli.command()

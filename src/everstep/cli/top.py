@@ -119,6 +119,8 @@ def headline(view: JobView) -> str:
     text += f", {len(seen.servers)} ps"
     if seen.remaining_s > 0:
         text += f", about {seen.remaining_s:.0f} s left"
+    if speed.binding is not None:
+        text += f"; {speed.binding.words}"
     if speed.faults:
         text += "; faults: " + ", ".join(f"{d.target} {fault_words(d, seen.at)}" for d in speed.faults)
     if speed.dropped:

@@ -489,6 +489,11 @@ def _check_mode(spec: JobSpec, at: Mapping[str, str]) -> None:
         raise ConfigError(f"{copies}: needs mode: pipeline; in mode {spec.mode} peers and mirrors have the state")
     if spec.copy_every not in ("auto", "off") and not (spec.copy_every.isdecimal() and int(spec.copy_every)):
         raise ConfigError(f"{copies}: expected auto, off, or a whole number of iterations from 1")
+    if spec.graph_every not in ("auto", "off") and not (spec.graph_every.isdecimal() and int(spec.graph_every)):
+        raise ConfigError(
+            f"graph_every = {spec.graph_every!r}{at['graph_every']}: expected auto, off, or a whole number of steps "
+            "from 1"
+        )
     if spec.mode == "ps":
         return
     if spec.mode == "pipeline":

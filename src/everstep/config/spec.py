@@ -44,6 +44,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     processes_per_worker: int = 1  # allreduce: processes that share one replica of the model (FSDP2: fully_shard)
     stages: int = 1  # pipeline: processes of a worker, each with one stage of the model
     copy_every: str = "auto"  # pipeline: a copy of each stage in one of so many iterations; auto: for 1 % of time; off
+    graph_every: str = "auto"  # everstep graph: one step in so many is sampled; auto: for 0.2 % of the time; off
     lr_rule: Literal["none", "linear", "sqrt"] = "none"  # allreduce, elastic: learning rate when the batch changes
     heal_from: Literal["none", "lowest", "highest"] = "none"  # allreduce: whose state counts without a majority
     seed: int = 0

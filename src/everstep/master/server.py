@@ -72,6 +72,7 @@ from everstep.master.checkpoints import CheckpointController
 from everstep.master.confirm import Confirmations
 from everstep.master.costs import CostController
 from everstep.master.fault_injection import FaultInjector
+from everstep.master.graph_record import GraphController
 from everstep.master.hangs import Hangs
 from everstep.master.hot import HotPartitionController
 from everstep.master.metrics import MetricsServer
@@ -190,6 +191,7 @@ class Master:
         )
         self.hot = HotPartitionController(self.brain, self.readings, self._tell)
         self.observer = Observer(self.brain, self.readings, self.watch, run_dir)
+        self.graph = GraphController(self.brain, self.observer, run_dir)
         self.policy = PolicyController(
             brain=self.brain,
             spec=spec,
@@ -237,7 +239,7 @@ class Master:
                 wire.CopyPlacesAsked: self._copy_places,
                 wire.StoreSet: lambda r, sender: self.store.set(r.generation, r.attempt, r.values),
                 wire.StoreGet: lambda r, sender: self.store.get(r.generation, r.attempt, r.keys, r.wait_s),
-                wire.GetStatus: lambda r, sender: self.view(r.speed),
+                wire.GetStatus: lambda r, sender: self.view(r.speed, r.graph),
                 wire.GetSpec: lambda r, sender: wire.SpecReport(self.spec),
                 wire.FaultAsked: lambda r, sender: self.faults.ask(r, self.clock.now()),
             },
@@ -571,6 +573,7 @@ class Master:
             self._tell(heard)
         self.watch.moved(key, who.incarnation, at, r.idle_s, r.inside)
         self.readings.take(key, who.incarnation, r.readings, at)
+        self.graph.fold.take(key, who.incarnation, r.graph, r.rows, at)
         if (dropped := self.observer.take(key, who.incarnation, r.readings, at)) is not None:
             self._note(at, str(key), dropped)
         if role is Role.PS:
@@ -639,8 +642,9 @@ class Master:
         elif isinstance(peer.tag, str) and self._agents.get(NodeId(peer.tag)) is peer:
             del self._agents[NodeId(peer.tag)]
 
-    def view(self, speed: bool) -> JobView:
-        """Return the read model: all that is shown of the job. ``speed``: also how fast its members are."""
+    def view(self, speed: bool, graph: bool = False) -> JobView:
+        """Return the read model: all that is shown of the job. ``speed``: also how fast its members are; ``graph``:
+        also the model and the tables."""
         at, windows = self.clock.now(), self.observer.windows
         measured = msgspec.structs.replace(
             self.readings.measured(self.brain, self.watch, at),
@@ -648,16 +652,23 @@ class Master:
             master_pid=os.getpid(),
             finishing=self._finish is not None,
             cost=self.costs.view(at) if self.costs is not None else None,
+            graph=self.graph.fold.view() if graph else None,
         )
         seen = None
         if speed:
-            seen = make_speed_view(self.observer.observe(at), windows.newest, windows.dropped, self.faults.running(at))
+            seen = make_speed_view(
+                self.observer.observe(at),
+                windows.newest,
+                windows.dropped,
+                self.faults.running(at),
+                self.graph.binding(at),
+            )
         return make_job_view(self.brain, at, measured, seen)
 
     def _page(self) -> str:
         """Return the page for the endpoint of metrics."""
         page = MetricsPage(self._counted)
-        page.fill(self.view(speed=True))
+        page.fill(self.view(speed=True, graph=True))
         return page.text()
 
     # ------------------------------------------------------------ time
@@ -695,6 +706,7 @@ class Master:
                 self._check_fence()
                 self._write_metrics()
                 self.observer.tick(at)
+                self.graph.tick(at)
 
     def _check_fence(self) -> None:
         """The journal refuses a replaced master's next commit; an idle one commits nothing and must look."""
@@ -717,6 +729,7 @@ class Master:
             if self.costs is not None:
                 self.costs.end(self._finished_at)
             self._write_summary()
+            self.graph.write()
             self._finishing = asyncio.create_task(self._wait_for_ps())
 
     async def _wait_for_ps(self) -> None:

@@ -16,6 +16,7 @@ from enum import StrEnum
 import msgspec
 
 from everstep.ids import Incarnation, NodeId, Slot
+from everstep.model.graph_readings import GraphView
 from everstep.model.member import Role
 from everstep.model.observation import Observations
 
@@ -395,6 +396,17 @@ class RunningFault(msgspec.Struct, frozen=True):
     until: float
 
 
+class BindingView(msgspec.Struct, frozen=True):
+    """Says what keeps the job from being faster.
+
+    - ``words``: for people [text]
+    - ``binding_share``: of the time, that would be saved if that did not hold up, by resource [share, 0 to 1]
+    """
+
+    words: str
+    binding_share: dict[str, float] = {}
+
+
 class SpeedView(msgspec.Struct, frozen=True, rename={"faults": "drills"}):
     """Shows how fast the members are: what policies see, and what is made of it.
 
@@ -403,6 +415,7 @@ class SpeedView(msgspec.Struct, frozen=True, rename={"faults": "drills"}):
     - ``counters``: of members that are up [processes]
     - ``dropped``: readings that were wrong, by reason [readings]
     - ``faults``: made on purpose, that last [faults]
+    - ``binding``: what keeps the job from being faster; None: not known yet [words]
     """
 
     seen: Observations
@@ -410,6 +423,7 @@ class SpeedView(msgspec.Struct, frozen=True, rename={"faults": "drills"}):
     counters: tuple[ProcessCounters, ...] = ()
     dropped: dict[str, int] = {}
     faults: tuple[RunningFault, ...] = ()
+    binding: BindingView | None = None
 
 
 class JobView(msgspec.Struct, frozen=True, kw_only=True, tag="job_view"):
@@ -443,6 +457,7 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True, tag="job_view"):
     - ``speed``: None: it was not asked for [members]
     - ``supervision``: the state of the job, and for whom it waits [states]
     - ``cost``: None: the job has no prices [costs]
+    - ``graph``: the model and the tables; None: it was not asked for, or nothing was told [modules and tables]
     """
 
     job: str
@@ -473,3 +488,4 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True, tag="job_view"):
     speed: SpeedView | None = None
     supervision: SupervisionView | None = None
     cost: CostView | None = None
+    graph: GraphView | None = None

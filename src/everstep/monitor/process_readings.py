@@ -22,12 +22,15 @@ class ProcessReadings:
         return f"<readings of {self._proc}, throttling in {self._cpu_stat}>"
 
     def readings(self) -> dict[str, float]:
-        """Return ``cpu_s``, ``rss_bytes``; ``throttled`` (periods) and ``throttled_s`` where a cgroup counts them.
+        """Return ``cpu_s``, ``rss_bytes``, ``cores`` (that this process may run on); ``throttled`` (periods) and
+        ``throttled_s`` where a cgroup counts them.
         Counters are since the process (for a cgroup: since that) began."""
         out = {"cpu_s": sum(resource.getrusage(resource.RUSAGE_SELF)[:2]), "rss_bytes": 0.0}
         with contextlib.suppress(OSError, ValueError, IndexError):
             pages = int((self._proc / "statm").read_text().split()[1])
             out["rss_bytes"] = float(pages * resource.getpagesize())
+        with contextlib.suppress(OSError, AttributeError):  # (Linux has it)
+            out["cores"] = float(len(os.sched_getaffinity(0)))
         if self._cpu_stat is not None:
             with contextlib.suppress(OSError, ValueError):
                 out.update(parse_cpu_stat(self._cpu_stat.read_text()))

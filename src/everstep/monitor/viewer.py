@@ -14,7 +14,9 @@ from everstep.brain.brain import Brain
 from everstep.brain.checkpoints import has_checkpoints
 from everstep.brain.members import SlotRecord
 from everstep.ids import Incarnation, NodeId, Slot
+from everstep.model.graph_readings import GraphView
 from everstep.model.job_view import (
+    BindingView,
     CheckpointView,
     CostView,
     EpochView,
@@ -70,6 +72,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     master_pid: int = 0
     finishing: bool = False
     cost: CostView | None = None
+    graph: GraphView | None = None
 
 
 def make_job_view(brain: Brain, at: float, measured: Measured = Measured(), speed: SpeedView | None = None) -> JobView:
@@ -105,6 +108,7 @@ def make_job_view(brain: Brain, at: float, measured: Measured = Measured(), spee
         speed=speed,
         supervision=supervision_view(brain, at),
         cost=measured.cost,
+        graph=measured.graph,
     )
 
 
@@ -338,8 +342,10 @@ def make_speed_view(
     newest: Callable[[str, int], Mapping[str, float]],
     dropped: Mapping[str, int],
     faults: tuple[RunningFault, ...],
+    binding: BindingView | None = None,
 ) -> SpeedView:
-    """Return how fast members are; ``newest(member, incarnation)``: the last good readings of a process, {}: none."""
+    """Return how fast members are; ``newest(member, incarnation)``: the last good readings of a process, {}: none.
+    ``binding``: what keeps the job from being faster."""
     up: list[tuple[Role, WorkerSeen | ServerSeen]] = [(Role.WORKER, w) for w in seen.workers]
     up += [(Role.PS, s) for s in seen.servers]
     return SpeedView(
@@ -348,6 +354,7 @@ def make_speed_view(
         counters=tuple(process_counters(role, m.slot, newest(str(m), m.incarnation)) for role, m in up),
         dropped=dict(dropped),
         faults=faults,
+        binding=binding,
     )
 
 

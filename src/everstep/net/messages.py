@@ -8,7 +8,7 @@ connection; arrays travel behind the header, or in the connection's shared-memor
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -29,6 +29,7 @@ from everstep.brain.events import (
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, LeaseNo, PartitionId, ShardKey, Slot, TableId
 from everstep.model.copy_places import CopyPlace
+from everstep.model.graph_readings import TABLES_MAX, GraphReading, RowReading
 from everstep.model.group import Position
 from everstep.model.job_view import JobView
 from everstep.model.member import Role
@@ -56,6 +57,8 @@ class Beat(Query, frozen=True, tag="beat"):
     runs: tuple[
         tuple[Role, Slot, Incarnation, Seconds], ...
     ] = ()  # of an agent: its processes that run, and their cpu_s
+    graph: GraphReading | None = None  # of a worker: its sampled steps, where there is news
+    rows: Annotated[tuple[RowReading, ...], msgspec.Meta(max_length=TABLES_MAX)] = ()  # of a ps: its tables
 
 
 class StackTaken(Query, frozen=True, tag="stack_taken"):
@@ -103,9 +106,11 @@ class ValuesReported(Query, frozen=True, tag="report"):
 
 
 class GetStatus(Query, frozen=True, tag="get_status"):
-    """Asks how the job is. ``speed``: also how fast its members are. Answer: JobView."""
+    """Asks how the job is. ``speed``: also how fast its members are; ``graph``: also the model and the tables. Answer:
+    JobView."""
 
     speed: bool = False
+    graph: bool = False
 
 
 class FaultAsked(Query, frozen=True, tag="drill"):

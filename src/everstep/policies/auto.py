@@ -81,7 +81,7 @@ def auto(
     if size != state.size:
         state.size, state.windows, state.odd = size, 0, 0
     read = read_window(seen)
-    if read is None or not _steady(seen):
+    if read is None or not is_steady(seen):
         state.windows = 0
         return None, state
     state.windows += 1
@@ -93,7 +93,7 @@ def auto(
         )
         return _say(state, "readings", words, {"told": read.rate, "done": done / since_s})
     _keep(state, size, read, settings)
-    model = SpeedModel({at: _size_seen(windows) for at, windows in state.windows_of.items()})
+    model = SpeedModel({at: size_seen(windows) for at, windows in state.windows_of.items()})
     if not model.fits:
         words = f"no model of speed fits this job: the best misses by {100 * model.misfit:.0f} %; its size stays"
         return _say(state, "misfit", words, {"misfit": model.misfit, "sizes": len(model.seen)})
@@ -123,7 +123,7 @@ def read_window(seen: Observations) -> WindowRead | None:
     return WindowRead(sum(rates), data_s / all_s, ps_s / all_s, own_s / samples)
 
 
-def _steady(seen: Observations) -> bool:
+def is_steady(seen: Observations) -> bool:
     """Return whether all who are wanted were up during the whole window, and nobody is on the way."""
     if seen.pending or len(seen.workers) != seen.wanted_workers or len(seen.servers) != seen.wanted_ps:
         return False
@@ -143,7 +143,7 @@ def _keep(state: AutoState, size: Size, read: WindowRead, settings: AutoSettings
     state.windows_of[size] = [*before, read][-_KEPT:]
 
 
-def _size_seen(windows: list[WindowRead]) -> SizeSeen:
+def size_seen(windows: list[WindowRead]) -> SizeSeen:
     median = statistics.median
     return SizeSeen(
         tuple(w.rate for w in windows),
@@ -238,13 +238,13 @@ def words_of(size: Size) -> str:
     return f"{size[0]} workers" + (f" and {size[1]} ps" if size[1] else "")
 
 
-_BINDS: Final = {"workers": "what each worker computes", "shared": "what all workers share", "ps": "the ps"}
+BINDS: Final = {"workers": "what each worker computes", "shared": "what all workers share", "ps": "the ps"}
 
 
 def _binding(model: SpeedModel, size: Size) -> tuple[str, dict[str, float]]:
     shares = model.binding(*size)
     most = max(shares, key=lambda name: shares[name])
-    return f"{_BINDS[most]} ({100 * shares[most]:.0f} % of the time)", shares
+    return f"{BINDS[most]} ({100 * shares[most]:.0f} % of the time)", shares
 
 
 def _change(seen: Observations, model: SpeedModel, now: Size, to: Size, left: int) -> Plan:

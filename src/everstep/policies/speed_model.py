@@ -52,7 +52,7 @@ class SizeSeen(NamedTuple):
 
 
 class Speed(NamedTuple):
-    """Is a prediction of samples/s: its mean, its standard deviation, and the bounds of 80 % of the weight."""
+    """Is a prediction (samples/s, or a factor): mean, standard deviation, and the bounds of 80 % of the weight."""
 
     mean: float
     deviation: float
@@ -93,10 +93,11 @@ class SpeedModel:
 
     def speed(self, workers: int, ps: int) -> Speed:
         """Return what the job would do at this size."""
-        found = sorted((point.rate(workers, ps), point.weight) for point in self._points)
-        mean = sum(rate * weight for rate, weight in found)
-        variance = sum(weight * (rate - mean) ** 2 for rate, weight in found)
-        return Speed(mean, math.sqrt(variance), _quantile(found, 0.1), _quantile(found, 0.9))
+        return _spread([(point.rate(workers, ps), point.weight) for point in self._points])
+
+    def gain(self, size: tuple[int, int], over: tuple[int, int]) -> Speed:
+        """Return by which factor ``size`` is faster than ``over``."""
+        return _spread([(point.rate(*size) / point.rate(*over), point.weight) for point in self._points])
 
     def chance(self, size: tuple[int, int], over: tuple[int, int], factor: float) -> float:
         """Return the probability that ``size`` is at least ``factor`` times as fast as ``over``."""
@@ -191,6 +192,14 @@ def _wait_cost(
                 error = share - reported
                 cost += 0.5 * (error / (_ABOVE if error > 0 else below)) ** 2
     return cost / len(waits)
+
+
+def _spread(weighed: list[tuple[float, float]]) -> Speed:
+    """Return mean, deviation and bounds of (value, weight)."""
+    found = sorted(weighed)
+    mean = sum(value * weight for value, weight in found)
+    variance = sum(weight * (value - mean) ** 2 for value, weight in found)
+    return Speed(mean, math.sqrt(variance), _quantile(found, 0.1), _quantile(found, 0.9))
 
 
 def _quantile(found: Sequence[tuple[float, float]], share: float) -> float:

@@ -370,7 +370,8 @@ class PsProcess:
                 **behind,
                 "image_bytes": float(self.snapshots.bytes_written),
                 **self.service.load_of.readings(machine.serving),
-            }
+            },
+            rows=self.service.rows.readings(),
         )
 
 

@@ -83,6 +83,7 @@ from everstep.protect.snapshots import read_marks
 from everstep.ps.meter import Meter
 from everstep.ps.mirror_server import MirrorServer
 from everstep.ps.ps_load import PartitionLoad
+from everstep.ps.row_sampler import RowSampler
 from everstep.ps.rw_lock import RwLock
 from everstep.storage.chain import ChainWriter
 
@@ -154,6 +155,7 @@ class PsService:
         self._released: deque[int] = deque(maxlen=_REMEMBERED)
         self._limit = LineLimit()
         self.load_of = PartitionLoad(store.n_partitions)
+        self.rows = RowSampler(store)
         self.meter = Meter()
         self.slowdown = Slowdown()
         self.mirrors = MirrorServer(store, slot, incarnation, self._gate, self._inbox, self._carry_out, self._fail)
@@ -617,6 +619,7 @@ class PsService:
                 return Bad(self.failure)
             if request.version != self.route or not self._serves(request.partitions):
                 return None
+            before = self.rows.before([(p.table, _keys(p, source)) for p in request.parts]) if self.rows.due() else ()
             try:
                 done = self._push_in(request, source)
             except (ValueError, KeyError, TypeError, Recovering):
@@ -625,6 +628,8 @@ class PsService:
                 # Some partitions may have it, the log does not: nothing of this ps can be vouched for any more.
                 self._fail(f"ps:{self.slot} failed inside a push: {type(error).__name__}: {error}")
                 return Bad(self.failure)
+            if before and done.applied:
+                self.rows.after(before)
             if done.applied:
                 first = Span(token.shard, token.lo, token.hi, token.lease, not request.skipped)
                 spans = (first, *request.more)
