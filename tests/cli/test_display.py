@@ -169,9 +169,12 @@ def test_summary_names_what_was_survived(failures: dict[str, int], words: str, t
 
 def test_protection_in_words() -> None:
     assert protection_text(ProtectionView("4+1", "acked", full=64)) == "parity 4+1: 64 of 64 partitions protected"
-    text = protection_text(ProtectionView("4+2", "eager", 40, 20, 4, moving=3, rebuilding=11, building=2))
+    text = protection_text(
+        ProtectionView("4+2", "eager", 40, 20, 4, moving=3, rebuilding=11, building=2, rebuild_share=0.2)
+    )
     assert text == (
         "parity 4+2 eager: 40 of 64 partitions protected, 20 less, 4 not; 11 rebuilding; 3 moving; 2 mirrors being made"
+        "; for this at most 20% of a ps' time"
     )
     assert protection_text(ProtectionView("0", "acked", none=64, moving=1)) == "parity off; 1 moving"
     covered = protection_text(ProtectionView("2+1", "acked", full=64, machines=3))

@@ -279,6 +279,16 @@ def test_mirrors_that_may_lag() -> None:
     assert load_spec(None, {**often, "checkpoint_every": "20s"}, {})[0].protect_lag == "20s"
 
 
+def test_the_share_of_a_rebuild() -> None:
+    assert load_spec(None, {}, {})[0].rebuild_share == 0.2
+    assert load_spec(None, {"rebuild_share": "0.5"}, {})[0].rebuild_share == 0.5
+    assert load_spec(None, {}, {"EVERSTEP_REBUILD_SHARE": "1"})[0].rebuild_share == 1.0
+    for bad in ("0", "-0.1", "1.5", "nan", "inf"):
+        refused(None, {"rebuild_share": bad}, {}, "rebuild_share = ", "(--rebuild-share)", "from 0.01 to 1.0")
+    for bad in ("much", "20%", ""):
+        refused(None, {"rebuild_share": bad}, {}, f"rebuild_share = {bad!r}", "a number")
+
+
 @pytest.mark.parametrize(
     ("source", "words"),
     [

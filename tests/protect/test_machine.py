@@ -17,7 +17,7 @@ import pytest
 from everstep.ids import Incarnation, PartitionId, Slot
 from everstep.model.member import Address
 from everstep.model.placement import Mirror, MirrorKind, Placement, PsPlace
-from everstep.net.messages import Fed, FetchContents, FetchLog, Moved, TransferOwnership
+from everstep.net.messages import Fed, FetchContents, FetchLog, LogTaken, Moved, TransferOwnership
 from everstep.protect.machine import REST, Acquired, Ask, LoadSnapshot, Machine, MirrorState, Released, Stuck
 from everstep.protect.replication import Outgoing, PeerKey, PythonReplicationSender, StreamKind
 from seeds import seeds
@@ -510,6 +510,33 @@ def test_a_replica_is_promoted_and_a_stripe_is_folded() -> None:
         w.heal()
         tidy(w)
         w.heal()
+
+
+def test_what_is_rebuilt_goes_out_before_new_mirrors_and_its_heads_before_all() -> None:
+    """ps:0 is asked for partition 0 for a new mirror, then for partition 1, of which a member of its stripe is lost."""
+    w = World(3, 3, 2)
+    w.owner = [0, 0]
+    w.mirror([0], 1)
+    w.mirror([1], 2)
+    w.publish()
+    p = w.at(0)
+    first, begun = p.store.take(100)
+    p.streams.append(first, begun)
+    for partition, at, purpose in ((0, 1, "build"), (1, 2, "fold")):
+        request = FetchContents(1, Slot(at), Incarnation(1), 1 + partition, PartitionId(partition), purpose, sync=7)
+        assert isinstance(p.machine.fetch_contents(request), LogTaken)
+    pieces = -(-SLOTS // PIECE)
+    while p.machine.sync(urgent=True):
+        pass
+    heads = [(int(e.partition), e.kind) for e in p.store.outbox]
+    assert heads == [(1, StreamKind.HEADS)] * pieces, "all that requests wait for, and nothing else"
+    p.streams.append(*p.store.take(100))
+    while p.machine.sync():
+        p.streams.append(*(taken := p.store.take(100)))
+        heads += [(int(e.partition), e.kind) for e in taken[1]]
+    bodies = [(1, StreamKind.BODIES)] * pieces + [(1, StreamKind.MARKS)]
+    mirror = [(0, StreamKind.HEADS)] * pieces + [(0, StreamKind.BODIES)] * pieces  # its marks wait for the peers
+    assert heads[pieces:] == bodies + mirror
 
 
 def recover(w: World, slot: int, *, zombie: bool = False) -> None:

@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Never
+from typing import Any, Never
 
 import msgspec
 import numpy as np
@@ -45,6 +45,7 @@ from everstep.net.messages import (
     Scanned,
     Stat,
 )
+from everstep.ps import mirror_server
 from everstep.ps.service import PsService
 from everstep.storage.chain import read_chain
 
@@ -156,6 +157,31 @@ def test_stale_maps_and_lives_are_refused(service: PsService) -> None:
     assert service.version == 1
     assert service.set_placement(placement(3, (0,) * B))
     assert ask(service, request, body) == Moved(3)
+
+
+def test_a_request_by_a_newer_map_waits_for_that_map(service: PsService, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The master tells ps and workers at about the same time: who is first shall not have to ask again."""
+    monkeypatch.setattr(mirror_server, "PLACED_S", 60.0)
+    asked, answers = threading.Event(), list[DataAnswer]()
+    pause = service.mirrors._pause
+
+    def waits(*args: Any) -> bool:
+        asked.set()
+        return pause(*args)
+
+    monkeypatch.setattr(service.mirrors, "_pause", waits)
+
+    def work() -> None:
+        answers.append(ask(service, OpenShard(SHARD, 0, LeaseNo(1), 2)))
+        request, body = push(0, 5)
+        answers.append(ask(service, msgspec.structs.replace(request, version=2), body))
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    assert asked.wait(60.0) and not answers
+    service.set_placement(placement(2, (0,) * B))
+    thread.join(60.0)
+    assert isinstance(answers[0], Opened) and answers[1] == Pushed(B, 0)
 
 
 def test_partitions_that_it_never_had_are_not_taken_silently(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from everstep.model.table import InitKind, InitSpec, OptimizerKind, OptimizerSpe
 from everstep.net.arena import Arena
 from everstep.net.messages import Declare, OpenShard, Push, Pushed
 from everstep.ps.service import PsService
+from everstep.tables import client as tables_client
 from everstep.tables.client import GONE, PsClient, SocketLink
 from everstep.tables.routing import BatchRows, OutOfVocabularyError, check_vocabulary, parts_by_ps
 
@@ -174,6 +176,29 @@ def test_what_came_with_an_old_map_is_answered_moved_once_the_newer_one_is_here(
     assert ticket.moved and not ticket.adrift
     client.pull([rows], client.router, create=True).wait()
     assert (rows.values == 1.0).all()
+    world.close()
+
+
+def test_a_newer_map_ends_the_wait_to_ask_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a ps answers with Moved is not left lying until its time has come."""
+    monkeypatch.setattr(tables_client, "_AGAIN_S", 1e4)
+    monkeypatch.setattr(tables_client, "_AGAIN_MAX_S", 1e4)
+    world = World(tmp_path, 1, True)
+    client = world.client
+    world.services[0].set_placement(placement(1, version=2))
+    batch = BatchRows(world.arena, client.router)
+    keys, _, counts = client.router.route(TABLES[0].id, np.arange(5))
+    (rows,) = batch.add([(TABLES[0], keys, counts)])
+    tickets = [client.pull([rows], client.router, create=True) for _ in range(3)]
+    deadline = time.monotonic() + 60.0
+    while len(client._later) < len(tickets) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert not any(ticket.ready for ticket in tickets)
+    client.set_placement(placement(1, 2), lambda p: client.links[p.slot])
+    for ticket in tickets:
+        ticket.wait()
+        assert ticket.moved and len(ticket.answers) == 1
+    assert not client._later
     world.close()
 
 

@@ -138,6 +138,10 @@ def cli() -> None:
 )
 @click.option("--protect-lag", help="With --protect lag: parity may be so far behind (default 2s).")
 @click.option(
+    "--rebuild-share",
+    help="Of a ps' time that rebuilds and new mirrors take while workers ask for rows, 0.01 to 1 (default 0.2).",
+)
+@click.option(
     "--policy", help="none (default), shared, exclusive, backup, auto, your own module:callable; several with +."
 )
 @click.option("--nonfinite", help="A batch with NaN/Inf gradients: raise (default) or skip.")
@@ -420,6 +424,7 @@ def checkpoint(arguments: tuple[str, ...]) -> None:
 @click.option("--parity", help="As of everstep run (default: as before).")
 @click.option("--protect", help="As of everstep run (default: as before).")
 @click.option("--protect-lag", help="As of everstep run (default: as before).")
+@click.option("--rebuild-share", help="As of everstep run (default: as before).")
 @click.option(
     "--secret", default="", help="The secret file of the run that wrote the checkpoints, where SOURCE is a URL."
 )

@@ -176,6 +176,8 @@ def protection_text(found: ProtectionView) -> str:
     text += f"; {found.building} mirrors being made" if found.building else ""
     if found.done_share > 0:
         text += f" ({found.done_share:.0%}" + (f", {found.left_s:.0f} s left)" if found.left_s >= 0 else ")")
+    if found.rebuilding or found.building:
+        text += f"; for this at most {found.rebuild_share:.0%} of a ps' time"
     return text
 
 

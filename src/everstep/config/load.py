@@ -92,6 +92,7 @@ _RANGES: Final[dict[str, tuple[float, float]]] = {
     "master_silent_s": (2.0, 86_400.0),
     "master_lost_s": (3.0, 86_400.0),
     "threads_per_worker": (0, 1024),
+    "rebuild_share": (0.01, 1.0),
     "checkpoint_keep": (1, 1_000_000),
     "checkpoint_full_every": (0, 1_000_000),
     "ps_limit_bytes": (0, 1 << 56),

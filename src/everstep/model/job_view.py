@@ -180,6 +180,9 @@ class ProtectionView(msgspec.Struct, frozen=True):
     - ``worst_machine``: that one; "": no machine takes anything with it [text]
     - ``lag_s``: protect: lag, by which mirrors may be behind; 0: they may not [seconds]
     - ``behind_s``: age of the oldest change that some mirror lacks, of the ps where it is oldest [seconds]
+    - ``rebuild_share``: of a ps' time that contents may take while workers ask for rows [share, 0 to 1]
+    - ``contents_bytes``: that the ps took in for rebuilds, new mirrors and moves so far [bytes]
+    - ``contents_busy_s``: that ps spent on sending them, without pauses [seconds]
     """
 
     parity: str
@@ -198,6 +201,9 @@ class ProtectionView(msgspec.Struct, frozen=True):
     worst_machine: str = ""
     lag_s: float = 0.0
     behind_s: float = 0.0
+    rebuild_share: float = 1.0
+    contents_bytes: int = 0
+    contents_busy_s: float = 0.0
 
 
 class CheckpointView(msgspec.Struct, frozen=True):

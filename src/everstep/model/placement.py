@@ -42,7 +42,8 @@ class Placement(msgspec.Struct, frozen=True, rename={"snapshots": "images"}):
 
     ``routing``: the version at which ``owner`` or ``servers`` last changed; pulls and pushes carry and compare it, so
     that a change of mirrors alone disturbs no worker. ``snapshots``: partitions whose contents are to be loaded from a
-    checkpoint by their owner, unless it holds them: ``(partition, checkpoint id)``.
+    checkpoint by their owner, unless it holds them: ``(partition, checkpoint id)``. ``emptied``: ps that are to give
+    away all that they have, as fast as they can.
     """
 
     version: int
@@ -51,6 +52,7 @@ class Placement(msgspec.Struct, frozen=True, rename={"snapshots": "images"}):
     routing: int = 0  # 0: as version
     mirrors: tuple[Mirror, ...] = ()
     snapshots: tuple[tuple[PartitionId, int], ...] = ()
+    emptied: tuple[Slot, ...] = ()
 
     @property
     def partitions(self) -> int:

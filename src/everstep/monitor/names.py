@@ -236,6 +236,20 @@ METRICS: tuple[Metric, ...] = (
         "Age of the oldest change that some mirror lacks (protect: lag).",
         "protection.behind_s",
     ),
+    Metric(
+        "everstep_contents_bytes",
+        "gauge",
+        (),
+        "Contents that the running ps took in for rebuilds, new mirrors and moves.",
+        "protection.contents_bytes",
+    ),
+    Metric(
+        "everstep_contents_busy_seconds",
+        "gauge",
+        (),
+        "Time that the running ps spent on sending contents, without pauses (rebuild_share).",
+        "protection.contents_busy_s",
+    ),
     Metric("everstep_checkpoint_newest", "gauge", (), "Number of the newest checkpoint; 0: none.", "checkpoint.newest"),
     Metric("everstep_checkpoint_timestamp_seconds", "gauge", (), "When it was taken (since 1970).", "checkpoint.at"),
     Metric(

@@ -239,6 +239,10 @@ def protection_view(brain: Brain, measured: Measured) -> ProtectionView | None:
     levels = measured.levels if measured.levels is not None else partitions.levels()
     up = [record.member for record in brain.members.servers.values() if record.running]
     worst, lost = measured.cover if measured.cover is not None else partitions.lost_with_one_machine()
+
+    def summed(reading: str) -> float:
+        return sum(measured.of_member(m.key, m.incarnation).get(reading, 0.0) for m in up)
+
     return ProtectionView(
         parity=spec.parity,
         protect=spec.protect,
@@ -248,7 +252,7 @@ def protection_view(brain: Brain, measured: Measured) -> ProtectionView | None:
         moving=partitions.moving(),
         rebuilding=partitions.rebuilding(),
         building=partitions.building(),
-        unconfirmed_bytes=int(sum(measured.of_member(m.key, m.incarnation).get("unconfirmed_bytes", 0.0) for m in up)),
+        unconfirmed_bytes=int(summed("unconfirmed_bytes")),
         done_share=round(measured.done_share, 3),
         left_s=round(measured.left_s, 1),
         machines=len({brain.members.machine_of(m.node) for m in up}),
@@ -258,6 +262,9 @@ def protection_view(brain: Brain, measured: Measured) -> ProtectionView | None:
         behind_s=round(
             max((measured.of_member(m.key, m.incarnation).get("behind_s", 0.0) for m in up), default=0.0), 2
         ),
+        rebuild_share=spec.rebuild_share,
+        contents_bytes=int(summed("contents_bytes")),
+        contents_busy_s=round(summed("contents_busy_s"), 3),
     )
 
 

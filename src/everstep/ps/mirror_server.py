@@ -47,25 +47,29 @@ from everstep.net.messages import (
 from everstep.protect.carrier import CarryOutcome, EventKind, PeerEvent, ReplicationSender
 from everstep.protect.machine import Ask, Machine, MirrorAction
 from everstep.protect.port import Body, StorePort
-from everstep.protect.replication import AppendCode, Batch, Blob, PeerKey
+from everstep.protect.replication import AppendCode, Batch, Blob, PeerKey, StreamKind
 from everstep.ps.lag_flusher import LagFlusher
+from everstep.ps.rebuild_pacer import RebuildPacer
 from everstep.ps.rw_lock import RwLock
 
 FEED_BYTES = 4 << 20
 """Largest message to a peer, but for single entries that are larger."""
 
-SYNC_AHEAD_BYTES = 8 << 20
-"""Contents are put into the streams only while less than this waits there: differences go first."""
-
 UNSENT_BYTES = 256 << 20
 """While more than this waits for one peer, pushes wait before they are applied."""
 
+PLACED_S = 0.05
+"""How long a request waits for the placement by which it was made, before it is answered Moved."""
+
+_FLUSHED_S = 0.02  # ... and a hand-over for what is on its way
+_FLUSHED_LOOK_S = 0.002
 _IDLE_DRAIN_S = 0.05  # what nobody waits for may lie so long
 _ASK_AGAIN_S = 0.01
 _ASK_AGAIN_MAX_S = 0.05
 _ANSWER_S = 30.0
 _LOOK_S = 0.5
 _LATE_LOOK_S = 0.05
+_CONTENTS_LOOK_S = 0.005  # whether there is more to send, while contents are on their way
 
 logger = logging.getLogger("everstep.ps")
 
@@ -180,6 +184,9 @@ class MirrorServer:
         self._closing = False
         self._limit = LineLimit()
         self.lag: LagFlusher | None = None
+        self.pacer = RebuildPacer(1.0)
+        self.contents_bytes = 0
+        """Of contents that came here, for rebuilds, mirrors and moves."""
         self.rebuilt = False
         """Whether everything that the placement gives to this ps answers, if not for every row at once."""
         self.mine: NDArray[np.int32] = np.zeros(0, np.int32)
@@ -220,6 +227,7 @@ class MirrorServer:
             machine.place(placement)
             assert machine.placement is not None
             self.mine = np.array(machine.placement.owned_by(self._slot), np.int32)
+            self.pacer.emptied = self._slot in machine.placement.emptied
         self._follow_peers()
 
     def wait_whole(self, deadline: float) -> bool:
@@ -229,6 +237,16 @@ class MirrorServer:
                 if not self._pause(self._changed, deadline):
                     return False
         return True
+
+    def wait_placed(self, version: int) -> None:
+        """Wait a moment for the placement of a request that was made by a newer one: the master tells all of it at
+        about the same time."""
+        if self.machine.version >= version:
+            return
+        deadline = time.monotonic() + PLACED_S
+        with self._changed:
+            while self.machine.version < version and self._pause(self._changed, deadline):
+                pass
 
     def wait_changed(self, deadline: float, most_s: float = _LOOK_S) -> bool:
         """Wait for any change, ``most_s`` at most. False: it is too late."""
@@ -342,11 +360,13 @@ class MirrorServer:
     def feed(self, request: Feed, body: memoryview) -> Fed | Moved:
         """Take in entries of a peer's stream."""
         faultpoints.reach("before_feed")
+        self.wait_placed(request.version)
         if request.tables:
             with self.lock:  # not in the middle of a piece of a full sync
                 for spec in request.tables:
                     self._store.declare(spec)
         blobs = Body(body, [e.size_bytes for e in request.entries])
+        self.contents_bytes += contents_bytes(request)
         sender = (request.sender, request.incarnation)
         with self._gate.shared():
             self._inbox.lock(sender)
@@ -365,7 +385,8 @@ class MirrorServer:
         return answer
 
     def fetch_contents(self, request: FetchContents) -> LogTaken | Moved:
-        """Answer a ps that wants the log of a partition."""
+        """Answer a ps that wants contents of a partition."""
+        self.wait_placed(request.version)
         if request.purpose in ("rows", "rest"):  # nothing that is served changes
             with self.lock:
                 answer = self.machine.fetch_contents(request)
@@ -376,14 +397,24 @@ class MirrorServer:
             return machine.fetch_contents(request)
 
     def fetch_log(self, request: FetchLog) -> tuple[LogFetched | Moved, list[Any]]:
+        self.wait_placed(request.version)
         with self.transition() as machine:
             return machine.fetch_log(request)
 
     def hand_over(self, request: TransferOwnership) -> OwnershipTransferred | Moved:
         faultpoints.reach("before_hand_over")
+        self.wait_placed(request.version)
         self.drain()
+        until = time.monotonic() + _FLUSHED_S
+        while not self._flushed(request) and time.monotonic() < until and not self._closing:
+            time.sleep(_FLUSHED_LOOK_S)
         with self.transition() as machine:
             return machine.hand_over(request)
+
+    def _flushed(self, request: TransferOwnership) -> bool:
+        """Return whether there is nothing to wait for: mirrors have all that this ps made of the partition."""
+        with self.lock:
+            return self.machine.may_hand_over(request.partition)
 
     # ------------------------------------------------------------ threads
 
@@ -448,14 +479,28 @@ class MirrorServer:
                 with self.transition():
                     pass
             with self._contents:
-                busy = self.machine.syncing and self.streams.sync_bytes < SYNC_AHEAD_BYTES
-                if not busy or not self._sync():
-                    self._contents.wait(_LOOK_S if not self.machine.syncing else 0.02)
+                pause_s = self._send_contents()
+                if pause_s:
+                    self._contents.wait(pause_s)
             time.sleep(0)  # let the pushes that wait for the lock go first
 
-    def _sync(self) -> bool:
+    def _send_contents(self) -> float:
+        """Put the next piece of contents into the streams, if its time has come. Return how long to wait then."""
+        pacer = self.pacer
+        if not self.machine.syncing and not pacer.turning:
+            return _LOOK_S
+        wait_s = pacer.wait_s(self.streams.sync_bytes)
+        if not wait_s:
+            pacer.begin()
+        if self._sync(urgent=wait_s > 0):
+            return 0.0
+        if not wait_s:
+            pacer.rest(self.streams.sync_bytes)
+        return min(wait_s, _CONTENTS_LOOK_S) or _CONTENTS_LOOK_S
+
+    def _sync(self, urgent: bool) -> bool:
         try:
-            if not self.machine.sync():
+            if not self.machine.sync(urgent):
                 return False
             self.streams.native.poke_all()
             return True
@@ -468,6 +513,7 @@ class MirrorServer:
     def _serve_peer(self, peer: _Peer) -> None:
         """Ask this life, and send it what it is owed and nobody else brings, until it is gone from the placement."""
         wait_s, ask_at, failures, pause_s = _ASK_AGAIN_S, 0.0, 0, 0.0
+        again: list[Ask] = []  # what it answered with Moved: asked again at ``ask_at``
         streams = self.streams.native
         try:
             while True:
@@ -478,7 +524,7 @@ class MirrorServer:
                     left = ask_at - time.monotonic()
                     asks = [a for a in self._asks if a.peer == peer.key]
                 pause_s = left if asks and 0 < left < _LOOK_S else _LOOK_S
-                asks = asks if left <= 0 else []
+                asks = asks if left <= 0 else [a for a in asks if a not in again]
                 if (not asks and not streams.waits(peer.key)) or not streams.claim(peer.key):
                     continue
                 try:
@@ -487,9 +533,11 @@ class MirrorServer:
                     self._feed(peer)
                     moved = [self._ask(peer.link, ask) for ask in asks]
                     failures, pause_s = 0, 0.0
-                    if asks:
+                    if asks and left <= 0:
+                        again = []
                         wait_s = min(wait_s * 2, _ASK_AGAIN_MAX_S) if all(moved) else _ASK_AGAIN_S
                         ask_at = time.monotonic() + wait_s
+                    again += [ask for ask, says in zip(asks, moved, strict=True) if says]
                 except EverstepError as error:
                     self._cut(peer)
                     failures += 1
@@ -584,6 +632,7 @@ class MirrorServer:
         self.streams.answered(peer.key, first, codes)
 
     def _feed_ourselves(self, request: Feed, batch: Batch) -> Fed | Moved:
+        self.contents_bytes += contents_bytes(request)
         with self._gate.shared():
             answer = self.machine.feed(request, [i.blob for i in batch.items])
         if self.machine.dirty:
@@ -617,3 +666,8 @@ class MirrorServer:
         with self.transition() as machine:
             machine.answered(ask, answer, blobs)
         return False
+
+
+def contents_bytes(request: Feed) -> int:
+    """Return how many bytes of it are contents of partitions."""
+    return sum(entry.size_bytes for entry in request.entries if entry.kind != StreamKind.CHANGE)

@@ -101,6 +101,7 @@ class PsProcess:
             run_dir=run_dir,
             acked=spec.protect == "acked",
             lag_s=seconds(spec.protect_lag) if spec.protect == "lag" else 0.0,
+            rebuild_share=spec.rebuild_share,
             on_failure=lambda why: self._fail(PlatformError(why)),
         )
         if spec.ps_limit_bytes:
@@ -368,6 +369,8 @@ class PsProcess:
                 "outbox_ticket": float(made),
                 "unconfirmed_bytes": float(streams.waiting_bytes + self.service.store.outbox_bytes() + open_bytes),
                 **behind,
+                "contents_bytes": float(mirrors.contents_bytes),
+                "contents_busy_s": mirrors.pacer.busy_s,
                 "image_bytes": float(self.snapshots.bytes_written),
                 **self.service.load_of.readings(machine.serving),
             },

@@ -83,6 +83,7 @@ from everstep.protect.snapshots import read_marks
 from everstep.ps.meter import Meter
 from everstep.ps.mirror_server import MirrorServer
 from everstep.ps.ps_load import PartitionLoad
+from everstep.ps.rebuild_pacer import RebuildPacer
 from everstep.ps.row_sampler import RowSampler
 from everstep.ps.rw_lock import RwLock
 from everstep.storage.chain import ChainWriter
@@ -109,10 +110,11 @@ class PsService:
     """Is one ps: its store, its audit log and its view of the placement. Thread-safe.
 
     ``audit``: path of the log, made with the first placement. ``acked``: a push is answered only when all mirrors of
-    the partitions that it changed have it; else, ``lag_s`` above 0: mirrors may be so far behind. ``on_failure``:
-    called once, from any thread, with one line, when this ps can no longer keep its promises (log not writable, out of
-    memory in the middle of a push); every later request is answered Bad. ``load(partition, checkpoint)``: read that
-    snapshot into the store, own it; raises EverstepError. ``on_report()``: there is more to tell the master
+    the partitions that it changed have it; else, ``lag_s`` above 0: mirrors may be so far behind. ``rebuild_share``: of
+    the time that contents for rebuilds, mirrors and moves take while requests come. ``on_failure``: called once, from
+    any thread, with one line, when this ps can no longer keep its promises (log not writable, out of memory in the
+    middle of a push); every later request is answered Bad. ``load(partition, checkpoint)``: read that snapshot into the
+    store, own it; raises EverstepError. ``on_report()``: there is more to tell the master
     (``mirrors.machine.complete``, ``ready``, ``inconsistent``). ``on_released(partition)``.
     """
 
@@ -125,6 +127,7 @@ class PsService:
         *,
         acked: bool = True,
         lag_s: float = 0.0,
+        rebuild_share: float = 1.0,
         cut_every_s: float = CUT_EVERY_S,
         wait_s: float = WAIT_S,
         on_failure: Callable[[str], None] | None = None,
@@ -159,6 +162,7 @@ class PsService:
         self.meter = Meter()
         self.slowdown = Slowdown()
         self.mirrors = MirrorServer(store, slot, incarnation, self._gate, self._inbox, self._carry_out, self._fail)
+        self.mirrors.pacer = RebuildPacer(rebuild_share, lambda: self.meter.requests)
         if lag_s and not acked:
             self.mirrors.may_lag(lag_s, lambda: self.meter.requests)
 
@@ -173,6 +177,7 @@ class PsService:
         run_dir: Path,
         acked: bool = True,
         lag_s: float = 0.0,
+        rebuild_share: float = 1.0,
         cut_every_s: float = CUT_EVERY_S,
         wait_s: float = WAIT_S,
         on_failure: Callable[[str], None] | None = None,
@@ -187,6 +192,7 @@ class PsService:
             audit,
             acked=acked,
             lag_s=lag_s,
+            rebuild_share=rebuild_share,
             cut_every_s=cut_every_s,
             wait_s=wait_s,
             on_failure=on_failure,
@@ -458,6 +464,7 @@ class PsService:
     def _open(self, request: OpenShard) -> Opened | ShardClosed | Moved:
         if not self.route:
             return Moved(0)  # no placement yet: the worker's is from the future
+        self.mirrors.wait_placed(request.version)
         deadline = time.monotonic() + self.wait_s
         if request.version not in (0, self.route) or not self.mirrors.wait_whole(deadline):
             return Moved(self.route)
@@ -483,6 +490,7 @@ class PsService:
 
     def _pull(self, request: Pull, body: memoryview, arena: memoryview | None) -> Reply:
         deadline = time.monotonic() + self.wait_s
+        self.mirrors.wait_placed(request.version)
         while request.version == self.route:
             if request.since and not self._wait_for_pushes(request):
                 break
@@ -552,6 +560,7 @@ class PsService:
         if request.token.ps_incarnation != self.incarnation:
             return Pushed(0, 0, fenced=True)
         deadline = time.monotonic() + self.wait_s
+        self.mirrors.wait_placed(request.version)
         while request.version == self.route:
             if not self._serves(request.partitions):
                 if not self._wait_changed(deadline):

@@ -343,6 +343,7 @@ class PsClient:
         self._moved_give_up_s = moved_give_up_s
         self._moved_since: dict[Slot, float] = {}  # since when a ps has answered nothing but Moved
         self._lock = threading.RLock()  # of the map with its links and the tables they were told of
+        self._later: dict[threading.Timer, Callable[[], None]] = {}  # requests that are made again after a while
         self._bytes_in = self._bytes_out = 0  # keys and rows of answered pulls, of answered pushes
         self._bytes_lock = threading.Lock()
         self._closed = False
@@ -379,6 +380,23 @@ class PsClient:
             self._router = Router(placement)
         for link in gone:
             link.close(0.0)
+        for timer in list(self._later):
+            again = self._later.pop(timer, None)
+            if again is not None:  # (else it has just begun)
+                timer.cancel()
+                self._after(0.0, again)
+
+    def _after(self, wait_s: float, again: Callable[[], None]) -> None:
+        """Call ``again`` after a while, on another thread; at once when a newer map comes."""
+
+        def due() -> None:
+            if self._later.pop(timer, None) is not None:
+                again()
+
+        timer = threading.Timer(wait_s, due)
+        timer.daemon = True
+        self._later[timer] = again
+        timer.start()
 
     def declare(self, specs: Sequence[TableSpec]) -> Ticket:
         """Make tables exist at every ps, also at those that will join. Harmless when repeated."""
@@ -435,9 +453,7 @@ class PsClient:
             else:
                 # The ps may not have heard of our map yet, or we not of its: both hear from the master soon.
                 self._moved_since.setdefault(ps, time.monotonic())
-                timer = threading.Timer(next(waits), again)
-                timer.daemon = True
-                timer.start()
+                self._after(next(waits), again)
 
         def again() -> None:
             if self.router.version != version:

@@ -222,8 +222,10 @@ class PartitionMaps(PartitionPart):
             old.route if same_route else builder.version,
             tuple(builder.mirrors),
             tuple(sorted(snapshots.items())),
+            tuple(sorted({p.slot for p in places} & {*protection.leaving})),
         )
-        if msgspec.structs.replace(new, version=old.version) == msgspec.structs.replace(old, routing=old.route):
+        same = msgspec.structs.replace(old, routing=old.route, emptied=new.emptied)
+        if msgspec.structs.replace(new, version=old.version) == same:
             return
         protection.placement = new
         self._remember_map()
