@@ -41,6 +41,7 @@ POINTS = {
         "agree": "members of a new group meet",
         "agreed": "members of a new group have the same state",
         "checkpoint": "a checkpoint file is written and not reported",
+        "part": "the file of one stage of a checkpoint is written, and not those of the others (mode pipeline)",
         "voted": "a step is committed (with tables on the ps)",
         "push": "all members know that a step is committed, and its gradients are to go to the ps",
     },

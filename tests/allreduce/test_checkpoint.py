@@ -222,7 +222,7 @@ def test_cut_missing_exchanged_and_newer_files(tmp_path: Path) -> None:
     assert f"{path} is missing: checkpoint 1 is that file" in wrong()
     newer = msgspec.structs.replace(manifest, version=9, checkpoint=3)
     write_manifest(place, newer)
-    with pytest.raises(CheckpointError, match="is of version 9, this everstep reads version 2: install a newer one"):
+    with pytest.raises(CheckpointError, match="is of version 9, this everstep reads version 3: install a newer one"):
         read_manifest(place, 3)
 
 

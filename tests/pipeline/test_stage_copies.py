@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from everstep.allreduce.serialize import SerializedState
+from everstep.allreduce.stage_parts import WholeModel
 from everstep.allreduce.state import ReplicaState
 from everstep.errors import ConfigError, PlatformError
 from everstep.model.group import Position
@@ -19,7 +20,6 @@ from everstep.pipeline import slot_memory
 from everstep.pipeline.copy_recovery import KeptCopy
 from everstep.pipeline.copy_slots import CopyMemory, CopyMeta
 from everstep.pipeline.stage_copies import StageCopies
-from everstep.pipeline.stages_state import WholeModel
 
 torch.set_num_threads(1)
 STAGES = 2

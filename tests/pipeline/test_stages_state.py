@@ -11,10 +11,11 @@ from torch import nn
 
 from everstep.allreduce.replica_group import Unit
 from everstep.allreduce.serialize import SerializedState, decode_header
+from everstep.allreduce.stage_parts import WholeModel, joined
 from everstep.allreduce.state import ReplicaState
 from everstep.errors import CheckpointError, ScriptError
 from everstep.model.group import Position
-from everstep.pipeline.stages_state import StagesState, WholeModel, digest_of, joined, named_digests
+from everstep.pipeline.stages_state import StagesState, digest_of, named_digests
 
 
 class StageOf(nn.Module):

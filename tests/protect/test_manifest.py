@@ -180,9 +180,9 @@ def test_the_newest_intact_one_wins_and_says_why(copy: Path, taken: tuple[Path, 
 
 def test_a_newer_version_is_told_apart_from_damage(copy: Path) -> None:
     place = open_place(copy)
-    manifest = msgspec.structs.replace(read_manifest(place, 3), version=3, checkpoint=4)
+    manifest = msgspec.structs.replace(read_manifest(place, 3), version=4, checkpoint=4)
     write_manifest(place, manifest)
-    with pytest.raises(CheckpointError, match=r"manifest-000004.json is of version 3, .* reads version 2"):
+    with pytest.raises(CheckpointError, match=r"manifest-000004.json is of version 4, .* reads version 3"):
         read_manifest(place, 4)
     path = copy / read_manifest(place, 3).snapshots[0].files[0].path
     import struct

@@ -5,6 +5,9 @@ from then on. Another thread does the larger part, checksums and files, in the i
 (``machines.idle_slot``), so that no single step lends it the processors for all of that. It writes where the job's
 checkpoints lie, and tells the master once all members have committed every step before its position. The manifest is
 the master's.
+
+If the model is in stages which copy themselves (mode pipeline), such a copy of the next step is written instead, stage
+by stage (``parts_checkpoint``); nothing is copied between two steps.
 """
 
 from __future__ import annotations
@@ -18,10 +21,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from everstep import faultpoints
 from everstep.allreduce.member_runtime import MemberRuntime
+from everstep.allreduce.parts_checkpoint import (
+    CopiesToPersist,
+    HeldParts,
+    WrittenPart,
+    check_part,
+    index_of,
+    parameters_in,
+    read_index,
+    together,
+)
 from everstep.allreduce.serialize import SerializedState, Unpacker
 from everstep.allreduce.state import ReplicaState
 from everstep.brain.events import Refused, ReplicaWritten
@@ -34,13 +49,14 @@ from everstep.net.messages import TakeReplica
 from everstep.net.retry import Deadline, backoff, retry
 from everstep.protect.manifest import ManifestTrust, list_checkpoints, read_manifest, reading
 from everstep.protect.model import model_folder, too_large
-from everstep.protect.replicafile import ReplicaHead, read_replica_file, write_replica_file
+from everstep.protect.replicafile import WRITE_BYTES, ReplicaHead, read_replica_file, write_replica_file
 from everstep.protect.sources import own_url
 from everstep.storage.places import StoragePlace, open_place
 
 WRITE_S = 120.0  # a place that does not take the file is tried again for so long
 SHARE = 0.25  # of a step's time: what writing a checkpoint that nobody waits for may cost in it (processor time)
 SILENT_S = 0.5  # without a step for so long, the writer goes on as if there had been one
+_LOOK_S = 0.05  # between two looks for a copy of the stages
 PACED_S = 10.0  # so much later than at full speed a checkpoint is complete at most
 TELL_S = 300.0  # for the last steps to be committed everywhere and journaled, and for a master to be there
 
@@ -64,6 +80,11 @@ class ReplicaWriter:
     def __init__(self, state: ReplicaState, runtime: MemberRuntime) -> None:
         self._state, self._runtime = state, runtime
         self.lineage = 0
+        self.copies: CopiesToPersist | None = None  # what stages copy of themselves
+        self._copy_of = -1  # the step whose copy is waited for, before it is written
+        self._next = 0  # the step that was begun last
+        self._plain = 0  # number of the checkpoint that no copy could be had for
+        self._parts: tuple[int, tuple[WrittenPart, ...]] = (0, ())  # the newest checkpoint in parts, and its files
         self.saved: Position | None = None  # of the newest one that the master took
         self._lock = threading.Condition()
         self._order: TakeReplica | None = None
@@ -94,13 +115,17 @@ class ReplicaWriter:
                 self._committed_everywhere = step
                 self._lock.notify_all()
 
-    def boundary(self) -> None:
-        """The state is that of its position: copy it, if it is wanted. Raises ScriptError: it cannot be saved."""
+    def boundary(self, trained: bool = True) -> None:
+        """The state is that of its position: copy it, if it is wanted. ``trained``: a step is over; else nothing is
+        trained, and a copy of the next step may never come. Raises ScriptError: it cannot be saved."""
         now = time.monotonic()
         since_s, self._stepped_at = now - self._stepped_at, now
         if self._busy:
             self._offer(since_s)
-        if self._order is None or self._busy:
+            if self._copy_of >= 0 and not trained:
+                self._no_copy()
+        order = self._order
+        if order is None or self._busy or (trained and self._may_copy(order)):
             return
         with self._lock:
             order, self._order = self._order, None
@@ -114,9 +139,102 @@ class ReplicaWriter:
         serialized = self._state.snapshot(into) if again is None else SerializedState(b"", torch.empty(0))
         position, numbers = self._state.position, sum(p.numel() for _, p in self._state.parameters())
         copied = Copied(serialized, position, numbers, *self._state.waits)
-        threading.Thread(
-            target=self._work, args=(order, copied, again), name="everstep-checkpoint", daemon=True
-        ).start()
+
+        def over() -> None:
+            if again is None:
+                self._spare = serialized.body
+
+        self._start(order, lambda: again or self._write_whole(order, copied), over)
+
+    def _start(self, order: TakeReplica, write: Callable[[], ReplicaCopy | None], over: Callable[[], None]) -> None:
+        threading.Thread(target=self._work, args=(order, write, over), name="everstep-checkpoint", daemon=True).start()
+
+    # ------------------------------------------------------------ from copies of the stages
+
+    def _may_copy(self, order: TakeReplica) -> bool:
+        return (
+            self.copies is not None
+            and order.copies
+            and not order.model
+            and order.checkpoint != self._plain
+            and order.checkpoint not in self._reported
+        )
+
+    def next_step(self, step: int) -> bool:
+        """Step ``step`` is about to begin: return whether a checkpoint is to be written from its copy. For the thread
+        that trains."""
+        self._next = step
+        copies = self.copies
+        if copies is None or self._order is None or self._busy or not self._may_copy(self._order):
+            return False
+        if not copies.begin(step):
+            self.copies = None
+            return False
+        with self._lock:
+            order, self._order = self._order, None
+            if order is None:
+                return False
+            self._busy, self._copy_of = order.checkpoint, step
+            self._slot = IdleSlot()
+            self._slot.unlimited = not order.idle
+        self._start(order, lambda: self._write_copy(order, copies, step), copies.release)
+        return True
+
+    def _no_copy(self) -> None:
+        with self._lock:
+            self._copy_of = -1
+            self._lock.notify_all()
+
+    def _await_copy(self, copies: CopiesToPersist, step: int) -> HeldParts | None:
+        """Return the copy of ``step``; None: there will be none. Raises CheckpointError."""
+        with self._lock:
+            while not self._closed and self._copy_of == step:
+                found = copies.find(step)
+                if found is not None or self._next > step + 1:  # (all stages have left the step behind them)
+                    self._copy_of = -1
+                    return found
+                self._lock.wait(_LOOK_S)
+        return None
+
+    def _write_copy(self, order: TakeReplica, copies: CopiesToPersist, step: int) -> ReplicaCopy | None:
+        """Return None if there is no copy: the state is then copied between two steps. Raises EverstepError."""
+        held = self._await_copy(copies, step)
+        if held is None:
+            logger.info("checkpoint %d: no whole copy of step %d; the state is copied itself", order.checkpoint, step)
+            with self._lock:
+                self._plain = order.checkpoint
+                self._order = self._order or order
+            return None
+        size = sum(part.body.nbytes for part in held.parts)
+        if 0 < order.limit_bytes < size:
+            raise StorageError(too_large(size), passing=False)
+        known = self._parts[1] if self._parts[0] == order.since else ()
+        written: list[WrittenPart] = []
+        pacer = self._pacer()
+        for stage, part in enumerate(held.parts):
+            for at in range(0, part.body.nbytes, WRITE_BYTES):
+                pacer(min(WRITE_BYTES, part.body.nbytes - at))
+                copies.check(held, stage, at, min(at + WRITE_BYTES, part.body.nbytes))
+            body = part.body.data
+            if stage < len(known) and _unchanged(known[stage], part.sums, body, pacer):
+                written.append(known[stage])
+                continue
+            head = self._head(order, held.position, 0, len(body))
+            file = self._write(order, head, b"", body, f"-stage{stage}", pacer)
+            written.append(WrittenPart(file, head, part.sums))
+            faultpoints.reach("part")
+        index = index_of(held, tuple(written))
+        file = self._write(order, self._head(order, held.position, len(index), 0), index, memoryview(b""), "", pacer)
+        if not copies.intact(step):
+            raise CheckpointError("the state that it is of was lost meanwhile")
+        self._parts = order.checkpoint, tuple(written)
+        return ReplicaCopy(
+            position=held.position,
+            file=file,
+            lineage=held.lineage,
+            parameters=parameters_in(held),
+            parts=tuple(one.file for one in written),
+        )
 
     def _offer(self, step_s: float) -> None:
         """Offer to the thread that writes its share of a step that took so long. (Of a long one it had the most
@@ -137,41 +255,50 @@ class ReplicaWriter:
 
     # ------------------------------------------------------------ the thread
 
-    def _work(self, order: TakeReplica, copied: Copied, again: ReplicaCopy | None) -> None:
-        serialized, position = copied.serialized, copied.position
+    def _work(self, order: TakeReplica, write: Callable[[], ReplicaCopy | None], over: Callable[[], None]) -> None:
+        """Write what is wanted, and tell. ``over``: called when the memory that it was in is free."""
         try:
-            error, snapshot = "", again
-            if snapshot is None:
-                began = time.monotonic()
-                try:
-                    if 0 < order.limit_bytes < serialized.body.numel():
-                        raise StorageError(too_large(serialized.body.numel()), passing=False)
-                    file = self._write(order, serialized, position)
-                    if order.model:
-                        self._leave_model(order, serialized, position)
-                    snapshot = ReplicaCopy(
-                        position=position,
-                        file=file,
-                        lineage=self.lineage,
-                        parameters=copied.numbers,
-                        waits_in=copied.waits_in,
-                        waits_from=copied.waits_from,
-                    )
-                    faultpoints.reach("checkpoint")
-                    took_s = time.monotonic() - began
-                    logger.info("checkpoint %d: %d bytes in %.3f s", order.checkpoint, file.size_bytes, took_s)
-                except EverstepError as failed:
-                    error = str(failed)
+            error, snapshot = "", None
+            began = time.monotonic()
+            try:
+                snapshot = write()
+                if snapshot is None:
+                    return
+                faultpoints.reach("checkpoint")
+                took_s, size = time.monotonic() - began, snapshot.written_bytes(order.checkpoint)
+                logger.info("checkpoint %d: %d bytes in %.3f s", order.checkpoint, size, took_s)
+            except EverstepError as failed:
+                error = str(failed)
+            finally:
+                with self._lock:
+                    over()
             if snapshot is None or self._wait_committed_everywhere(snapshot.position):
                 self._tell(order.checkpoint, snapshot, error)
         except EverstepError as failed:
             logger.warning("checkpoint %d: %s", order.checkpoint, failed)
         finally:
             with self._lock:
-                self._busy = 0
-                if again is None:
-                    self._spare = serialized.body
+                self._busy, self._copy_of = 0, -1
                 self._lock.notify_all()
+
+    def _write_whole(self, order: TakeReplica, copied: Copied) -> ReplicaCopy:
+        """Raises EverstepError."""
+        serialized, position = copied.serialized, copied.position
+        size = serialized.body.numel()
+        if 0 < order.limit_bytes < size:
+            raise StorageError(too_large(size), passing=False)
+        head = self._head(order, position, len(serialized.header), size)
+        file = self._write(order, head, serialized.header, serialized.body.numpy().data)
+        if order.model:
+            self._leave_model(order, serialized, position)
+        return ReplicaCopy(
+            position=position,
+            file=file,
+            lineage=self.lineage,
+            parameters=copied.numbers,
+            waits_in=copied.waits_in,
+            waits_from=copied.waits_from,
+        )
 
     def _pacer(self) -> Callable[[int], None]:
         """Return what the writing thread calls before each piece: waits until the slots of steps have room for it. Time
@@ -198,18 +325,29 @@ class ReplicaWriter:
             found = state_dicts(serialized, f"the state of step {position.step}")
             write_state(found, folder, {"job": self._runtime.spec.name, "step": str(position.step)})
 
-    def _write(self, order: TakeReplica, serialized: SerializedState, position: Position) -> CheckpointFile:
-        """Write the file, durable on return. Raises StorageError, ConfigError."""
-        runtime = self._runtime
-        head = ReplicaHead(
-            job=runtime.spec.name,
+    def _head(self, order: TakeReplica, position: Position, header_bytes: int, body_bytes: int) -> ReplicaHead:
+        return ReplicaHead(
+            job=self._runtime.spec.name,
             checkpoint=order.checkpoint,
             position=position,
-            header_bytes=len(serialized.header),
-            body_bytes=serialized.body.numel(),
+            header_bytes=header_bytes,
+            body_bytes=body_bytes,
         )
+
+    def _write(
+        self,
+        order: TakeReplica,
+        head: ReplicaHead,
+        header: bytes,
+        body: memoryview,
+        ending: str = "",
+        pacer: Callable[[int], None] | None = None,
+    ) -> CheckpointFile:
+        """Write a file, durable on return. ``ending``: of its name. Raises StorageError, ConfigError."""
+        runtime = self._runtime
         token = secrets.token_hex(4)
-        path = f"images/{order.checkpoint:06d}/replica-{runtime.slot}.{runtime.incarnation}-{token}.rep"
+        path = f"images/{order.checkpoint:06d}/replica-{runtime.slot}.{runtime.incarnation}-{token}{ending}.rep"
+        before = pacer or self._pacer()
         deadline = Deadline(WRITE_S)
 
         def wait(seconds: float) -> None:
@@ -218,8 +356,7 @@ class ReplicaWriter:
 
         def attempt() -> CheckpointFile:
             with open_place(order.url).create(path) as file:
-                body = serialized.body.numpy().data
-                written = write_replica_file(file.write, head, serialized.header, body, self._pacer())
+                written = write_replica_file(file.write, head, header, body, before)
                 file.commit()
             return msgspec.structs.replace(written, path=path)
 
@@ -253,6 +390,14 @@ class ReplicaWriter:
             self.saved = snapshot.position
 
 
+def _unchanged(old: WrittenPart, sums: NDArray[np.uint32], body: memoryview, before: Callable[[int], None]) -> bool:
+    """Return whether a stage's file has these bytes: by the checksums of its blocks, and then by its digest."""
+    if old.head.body_bytes != len(body) or not np.array_equal(old.sums, sums):
+        return False
+    again = write_replica_file(lambda data: None, old.head, b"", body, before)
+    return again.checksum == old.file.checksum
+
+
 # ---------------------------------------------------------------- back
 
 
@@ -274,9 +419,24 @@ def read_replica(place: StoragePlace, manifest: Manifest) -> SerializedState:
         raise CheckpointError(
             f"checkpoint {manifest.checkpoint} of {place.url} is of mode ps: it has tables, no replica"
         )
-    file = manifest.replica.file
+    replica = manifest.replica
+    if not replica.parts:
+        return _read_file(place, replica.file, f"checkpoint {manifest.checkpoint} is that file")[1]
+    needed = f"checkpoint {manifest.checkpoint} needs that file"
+    _, read = _read_file(place, replica.file, needed)
+    what = f"{place.url}/{replica.file.path}"
+    index = read_index(read.header, len(replica.parts), what)
+    bodies = []
+    for stage, file in enumerate(replica.parts):
+        head, part = _read_file(place, file, needed)
+        check_part(head, index, stage, f"{place.url}/{file.path}")
+        bodies.append(part.body)
+    return together(index, bodies, what)
+
+
+def _read_file(place: StoragePlace, file: CheckpointFile, needed: str) -> tuple[ReplicaHead, SerializedState]:
     where = f"{place.url}/{file.path}"
-    with reading(place, file, f"checkpoint {manifest.checkpoint} is that file") as stream:
+    with reading(place, file, needed) as stream:
         parts = read_replica_file(stream, where, file)
         head = next(parts)
         assert isinstance(head, ReplicaHead)
@@ -292,7 +452,7 @@ def read_replica(place: StoragePlace, manifest: Manifest) -> SerializedState:
             else:
                 into[at : at + len(part)] = part
             at += len(part)
-    return SerializedState(bytes(header), body)
+    return head, SerializedState(bytes(header), body)
 
 
 def state_dicts(serialized: SerializedState, what: str) -> dict[str, Any]:

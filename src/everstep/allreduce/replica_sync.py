@@ -142,7 +142,7 @@ class ReplicaSync:
     def idle(self) -> None:
         """Do as ``boundary`` does, where nothing was trained: now and then while waiting between two steps."""
         self.source.idle()
-        self.writer.boundary()
+        self.writer.boundary(trained=False)
 
     def committed_everywhere(self, step: int) -> None:
         """Every member has committed all steps before ``step``."""

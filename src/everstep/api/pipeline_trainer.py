@@ -16,6 +16,7 @@ from everstep.allreduce.leader import LeaderSession
 from everstep.allreduce.replica_sync import ReplicaSync
 from everstep.allreduce.serialize import Unpacker
 from everstep.allreduce.session import Session
+from everstep.allreduce.stage_parts import WholeModel
 from everstep.allreduce.state import ReplicaState
 from everstep.api.group_trainer import GroupTrainer
 from everstep.api.listeners import WorkerRuntime
@@ -26,6 +27,7 @@ from everstep.monitor.span_log import SpanLog
 from everstep.net.auth import load_secret, worker_identity
 from everstep.net.data import DataClient
 from everstep.net.rendezvous import SECRET_FILE
+from everstep.pipeline.copy_checkpoint import CopyCheckpoint
 from everstep.pipeline.copy_elsewhere import CONNECT_S, NeighbourWatch, copy_places
 from everstep.pipeline.copy_recovery import KeptCopy
 from everstep.pipeline.copy_sender import CopySender
@@ -38,7 +40,7 @@ from everstep.pipeline.spans import SpanRecorder, copy_rate
 from everstep.pipeline.stage_copies import StageCopies
 from everstep.pipeline.staged_model import StagedModel, parts_of
 from everstep.pipeline.stages import StageRunner, WholeRunner
-from everstep.pipeline.stages_state import StagesState, WholeModel, digest_of
+from everstep.pipeline.stages_state import StagesState, digest_of
 from everstep.policies.idle_spans import SpanSampler
 
 
@@ -109,6 +111,7 @@ class PipelineTrainer(GroupTrainer):
             known = self._copies_of >= 0
             self._copies_of = sync.own_lineage
             copies.adopt(sync.adopted if sync.adopted == step or known else -1)
+        sync.writer.next_step(step)
         copies.choose(step)
 
     def _about_copy(self) -> CopyMeta | None:
@@ -136,6 +139,8 @@ class PipelineTrainer(GroupTrainer):
         copies = StageCopies(self._memory, unit.index, life, self.state, limit, sender=sender)
         self.engine.copies, self.engine.about_copy = copies, self._about_copy
         recorder.copies = unit.waits = copies
+        if self._sync is not None:
+            self._sync.writer.copies = CopyCheckpoint(self._memory, copies, self._whole, life)
 
     @property
     def device(self) -> torch.device:

@@ -396,7 +396,7 @@ class Checkpoints(CheckpointRecords):
         took_s = round(at - writing.began_at, 3)
         size_bytes = _bytes_of(manifest.snapshots)
         if manifest.replica is not None:
-            size_bytes += manifest.replica.file.size_bytes
+            size_bytes += manifest.replica.written_bytes(checkpoint)
         self.shown = Kept(checkpoint, at, writing.since, size_bytes, took_s)
         self.newest, self.writing, self.committed, self.usable = manifest, None, True, True
         self.final = writing.reason is CheckpointReason.FINAL

@@ -19,7 +19,14 @@ from everstep.config.spec import JobSpec
 from everstep.model.decision import Decision
 from everstep.model.group import Position
 from everstep.model.reasons import CheckpointReason
-from everstep.model.snapshot import REPLICA_VERSION, DatasetPosition, EpochPosition, Manifest, ReplicaCopy
+from everstep.model.snapshot import (
+    PARTS_VERSION,
+    REPLICA_VERSION,
+    DatasetPosition,
+    EpochPosition,
+    Manifest,
+    ReplicaCopy,
+)
 
 Inputs = dict[str, str | int | float | bool]
 
@@ -63,7 +70,7 @@ def take_replica(
         _position(shards, number, *positions.get(number, (0, 0)), before) for number in range(len(shards.datasets))
     )
     manifest = Manifest(
-        version=REPLICA_VERSION,
+        version=PARTS_VERSION if replica.parts else REPLICA_VERSION,
         job=job.spec.name,
         checkpoint=writing.number,
         at=at,
@@ -81,7 +88,11 @@ def take_replica(
         skipped=before,
         master_incarnation=job.master_incarnation,
     )
-    inputs: Inputs = {"checkpoint": writing.number, "bytes": replica.file.size_bytes, "step": position.step}
+    inputs: Inputs = {
+        "checkpoint": writing.number,
+        "bytes": replica.written_bytes(writing.number),
+        "step": position.step,
+    }
     if job.spec.ps:  # snapshots from now on have all that it has: what is before a told position is at all ps
         writing.partial = manifest
         return [OrderSnapshots(writing.number, 0)], ""

@@ -260,10 +260,15 @@ def _describe_replica(place: StoragePlace, manifest: Manifest) -> list[str]:
     replica = manifest.replica
     assert replica is not None
     position = replica.position
+    where = replica.file.path
+    if replica.parts:
+        new = replica.written_bytes(manifest.checkpoint)
+        where = f"{len(replica.parts)} stages and their index ({human_bytes(new)} of it new)"
     lines = [
         f"checkpoint {manifest.checkpoint} of job {manifest.job!r}, {_when(manifest.at)}, {place.url}",
-        f"  written by everstep {manifest.everstep or '?'}, seed {manifest.seed}, mode allreduce",
-        f"  {human_bytes(replica.file.size_bytes)} in {replica.file.path}: {replica.parameters:,} parameters, with the "
+        f"  written by everstep {manifest.everstep or '?'}, seed {manifest.seed}, mode "
+        f"{'pipeline' if replica.parts else 'allreduce'}",
+        f"  {human_bytes(replica.size_bytes)} in {where}: {replica.parameters:,} parameters, with the "
         "optimizers' state",
         f"  {position.step:,} steps, {manifest.samples_done:,} samples done",
     ]
@@ -326,7 +331,7 @@ def _line(place: StoragePlace, number: int, sizes: dict[str, int]) -> dict[str, 
         "rows": (replica.parameters if replica is not None else 0)
         + sum(snapshot.rows for snapshot in manifest.snapshots),
         "size_bytes": sum(file.size_bytes for file in files),
-        "written_bytes": (replica.file.size_bytes if replica is not None else 0)
+        "written_bytes": (replica.written_bytes(number) if replica is not None else 0)
         + sum(snapshot.bytes_written for snapshot in manifest.snapshots),
         "samples": manifest.samples_done,
         "state": "whole" if not wrong else f"{len(wrong)} files missing or cut",

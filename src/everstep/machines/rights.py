@@ -267,7 +267,7 @@ def _replica_written(brain: Brain, who: Sender, r: ReplicaWritten) -> str:
     wrong = _grouped(brain) or _checkpoint(brain, r.checkpoint)
     if wrong or r.replica is None:
         return wrong
-    return _files((r.replica.file,), r.checkpoint) or _position(brain, r.replica.position)
+    return _files(r.replica.files, r.checkpoint) or _position(brain, r.replica.position)
 
 
 def _grouped(brain: Brain) -> str:

@@ -176,7 +176,14 @@ class CheckpointController:
         group, writing = self._brain.state.groups.group, self._brain.checkpoints.writing
         self._asked_of = writing.writer if writing is not None else Slot(-1)
         nobody_waits = writing is not None and writing.reason is CheckpointReason.DUE
-        order = TakeReplica(number, self._url, idle=nobody_waits and not self._brain.checkpoints.stopping)
+        unhurried = writing is not None and writing.reason in (CheckpointReason.DUE, CheckpointReason.ASKED)
+        order = TakeReplica(
+            number,
+            self._url,
+            idle=nobody_waits and not self._brain.checkpoints.stopping,
+            since=writing.since if writing is not None else 0,
+            copies=unhurried and not self._brain.checkpoints.stopping,
+        )
         if writing is not None and writing.ends_job and leaves_model(self._spec):
             only = self._limit if not has_checkpoints(self._spec) else 0
             order = TakeReplica(number, self._url, model_url(self._spec, self._run_dir), only)

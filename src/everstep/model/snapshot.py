@@ -15,6 +15,7 @@ from everstep.model.table import TableSpec
 
 MANIFEST_VERSION = 1  # of tables
 REPLICA_VERSION = 2  # with the state of a replica in it, which older readers do not look for
+PARTS_VERSION = 3  # with such a state in several files, which older readers do not put together
 
 
 class CheckpointFile(msgspec.Struct, frozen=True, array_like=True):
@@ -46,6 +47,8 @@ class PartitionSnapshot(msgspec.Struct, frozen=True, kw_only=True, rename={"part
 class ReplicaCopy(msgspec.Struct, frozen=True, kw_only=True, rename={"position": "mark", "lineage": "origin"}):
     """Is the training state of a group (mode allreduce) at ``position``. ``file``: see ``protect.replicafile``.
     ``parameters``: numbers in the models' parameters; ``lineage``: of the lineage that it belongs to.
+    ``parts``: the files of the stages, if it is of several (mode pipeline): ``file`` then puts them together, and a
+    part that did not change is of an earlier checkpoint.
     ``waits_in``, ``waits_from``: from this position of this shard on, up to the position, it has gradients of tables
     that wait for a step; -1: there are none."""
 
@@ -55,6 +58,19 @@ class ReplicaCopy(msgspec.Struct, frozen=True, kw_only=True, rename={"position":
     parameters: Whole = 0
     waits_in: WholeOrNone = -1
     waits_from: Whole = 0
+    parts: tuple[CheckpointFile, ...] = ()
+
+    @property
+    def files(self) -> tuple[CheckpointFile, ...]:
+        return self.file, *self.parts
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.size_bytes for file in self.files)
+
+    def written_bytes(self, checkpoint: int) -> int:
+        """Return the bytes of the files that were written for this checkpoint."""
+        return sum(f.size_bytes for f in self.files if int(f.path.split("/")[1]) == checkpoint)
 
 
 class EpochPosition(msgspec.Struct, frozen=True, array_like=True):
@@ -104,7 +120,7 @@ class Manifest(
         for snapshot in self.snapshots:
             yield from snapshot.files
         if self.replica is not None:
-            yield self.replica.file
+            yield from self.replica.files
 
 
 class Holdings(msgspec.Struct, frozen=True, kw_only=True, rename={"partitions": "buckets"}):

@@ -10,9 +10,9 @@ import msgspec
 COPIES_VARIABLE: Final = "EVERSTEP_COPIES"
 """The environment variable by which a worker gets the memory for its copies: file descriptors, see
 ``pipeline.copy_slots``."""
-COPY_SLOTS: Final = 3
-"""Copies of each stage that there are files for. The third one takes memory only if a copy is being sent for longer
-than an iteration."""
+COPY_SLOTS: Final = 4
+"""Copies of each stage that there are files for. The third and fourth one take memory only if a copy is being sent for
+longer than an iteration, or if a checkpoint is being written from one."""
 
 
 class SpanKind(Enum):

@@ -213,6 +213,8 @@ class TakeReplica(Order, frozen=True, tag="take_replica"):
     model: str = ""  # leave the model there too: a directory or URL
     limit_bytes: int = 0  # if it has no more than that, 0: whatever it has
     idle: bool = False  # write it in idle slots of the steps: nobody waits for it
+    since: int = 0  # the newest checkpoint that exists: what did not change is not written again; 0: write everything
+    copies: bool = False  # it may be of the step that begins next, from the copies that stages make in it
 
 
 class SlowDown(Order, frozen=True, tag="slow"):

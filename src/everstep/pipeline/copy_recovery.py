@@ -6,12 +6,12 @@ from collections.abc import Iterable
 
 from everstep.allreduce.member_runtime import CopyToBegin
 from everstep.allreduce.serialize import SerializedState
+from everstep.allreduce.stage_parts import WholeModel, joined
 from everstep.ids import Slot
 from everstep.model.copy_places import CopyPlace
 from everstep.model.group import Committed, HeldCopy
 from everstep.pipeline.copy_elsewhere import Connect, newest_elsewhere
 from everstep.pipeline.copy_slots import CopyMemory, CopyMeta
-from everstep.pipeline.stages_state import WholeModel, joined
 
 
 class KeptCopy:

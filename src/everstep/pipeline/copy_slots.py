@@ -30,25 +30,26 @@ _place_decoder: Final = msgspec.json.Decoder(CopyPlace)
 
 class CopyPage:
     """Is what the stages tell each other of copies, in one page. By the first stage's word: ``step``: the one that is
-    to be copied, ``send``: the one that goes to the neighbour, too (-1: none), who the neighbour is, and the mean
-    time between losses in ms (0: unknown). Of each stage:
+    to be copied, ``send``: the one that goes to the neighbour, too, ``held``: the one that a checkpoint is written from
+    (-1: none), who the neighbour is, and the mean time between losses in ms (0: unknown). Of each stage:
     ``newest``: the newest step that is whole; ``wished``: in how many iterations it wants one copy; ``unable``: whether
     it cannot copy; ``sending``: the step that is on its way to the neighbour; ``kept``: the newest one that the
     neighbour has acknowledged."""
 
     def __init__(self, fd: int, stages: int) -> None:
-        numbers_bytes = 8 * (4 + 5 * stages)
+        numbers_bytes = 8 * (5 + 5 * stages)
         size = up(numbers_bytes + _PLACE_BYTES)
         fresh = os.fstat(fd).st_size < size
         if fresh:
             os.ftruncate(fd, size)
         self._memory = mmap.mmap(fd, size)
         self._place_at = numbers_bytes
-        numbers = np.frombuffer(self._memory, np.int64, 4 + 5 * stages)
+        numbers = np.frombuffer(self._memory, np.int64, 5 + 5 * stages)
         self._announced, self._version, self._failure_ms = numbers[:2], numbers[2:3], numbers[3:4]
-        self.newest, self.wished, self.unable, self.sending, self.kept = numbers[4:].reshape(5, stages)
+        self._held = numbers[4:5]
+        self.newest, self.wished, self.unable, self.sending, self.kept = numbers[5:].reshape(5, stages)
         if fresh:
-            self.sending[:] = self.kept[:] = self._announced[:] = -1
+            self.sending[:] = self.kept[:] = self._announced[:] = self._held[:] = -1
 
     @property
     def step(self) -> int:
@@ -65,6 +66,14 @@ class CopyPage:
     @send.setter
     def send(self, value: int) -> None:
         self._announced[1] = value
+
+    @property
+    def held(self) -> int:
+        return int(self._held[0])
+
+    @held.setter
+    def held(self, value: int) -> None:
+        self._held[0] = value
 
     @property
     def mean_time_to_failure_s(self) -> float:

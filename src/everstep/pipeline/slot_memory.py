@@ -166,7 +166,11 @@ class CopySlot:
         damaged."""
         _, body, sums = self.contents(head)
         check_blocks(body, sums, 0, what)
-        return self._text(head, what)[head.meta_bytes :], body
+        return self.header(head, what), body
+
+    def header(self, head: SlotHead, what: str) -> bytes:
+        """Return the header of the state. Raises CheckpointError: it is damaged."""
+        return self._text(head, what)[head.meta_bytes :]
 
     def _text(self, head: SlotHead, what: str) -> bytes:
         text = self._mapped(0)[head.text_at : head.text_at + head.meta_bytes + head.header_bytes]

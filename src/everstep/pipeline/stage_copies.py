@@ -108,7 +108,7 @@ class StageCopies:
             page.step = -1
             return
         interval = max(self.interval, int(page.wished.max()))
-        if self._copied < 0 or step < self._copied or step - self._copied >= interval or page.step == step:
+        if step in (page.step, page.held) or not 0 <= self._copied <= step or step - self._copied >= interval:
             self._copied = page.step = step
             if page.place is not None:
                 late = bool((page.sending >= 0).any())  # some stage's last one is still on its way
@@ -116,6 +116,14 @@ class StageCopies:
                 page.send = -1 if late else step
         else:
             page.step = -1
+
+    def hold(self, step: int) -> bool:
+        """Have ``step``, which ``choose`` comes to next, copied and kept. False: some stage cannot copy."""
+        page = self._page
+        if page.unable.any():
+            return False
+        page.held = step
+        return True
 
     def adopt(self, step: int) -> None:
         """Go on, as the first stage, from the copy of ``step``; -1: from anything else, so no copy is of use."""
@@ -128,7 +136,7 @@ class StageCopies:
             self._page.step = -1
         self._page.wished[:] = 0
         self._page.unable[:] = 0
-        self._copied = -1
+        self._page.held = self._copied = -1
 
     # ------------------------------------------------------------ one copy
 
@@ -167,12 +175,12 @@ class StageCopies:
         if mine > common and mine >= step - 1:
             return None
         sent = self._sent if self._sender is not None and self._sender.busy else None
-        free = [slot for slot in self._slots if slot is not sent]
-        for slot in free:
-            head = slot.head()
+        free = [(slot, slot.head()) for slot in self._slots if slot is not sent]
+        free = [(slot, head) for slot, head in free if head is None or head.step != self._page.held]
+        for slot, head in free:
             if head is None or head.step != common:
                 return slot
-        return free[0]
+        return free[0][0] if free else None
 
     def _capture(self, step: int, meta: CopyMeta | None) -> _Captured:
         header, packer = self._state.described(Position(), 0)
@@ -200,6 +208,10 @@ class StageCopies:
         try:
             body, sums = slot.begin(found.step, self._life, found.meta, found.header, found.size_bytes)
         except PlatformError as error:
+            if self._page.held >= 0:  # (there is room for two, and one more is held for a checkpoint)
+                self._captured = None
+                self._skipped += 1
+                return
             self._give_up(error)
             return
         held = [(t, at) for t, at in zip(found.pieces, found.places, strict=True) if t.numel()]

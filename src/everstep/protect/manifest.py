@@ -25,7 +25,14 @@ from numpy.typing import NDArray
 from everstep.bounds import MALFORMED
 from everstep.config.load import read_spec
 from everstep.errors import CheckpointError, StorageError, UntrustedError
-from everstep.model.snapshot import MANIFEST_VERSION, REPLICA_VERSION, CheckpointFile, Manifest, PartitionSnapshot
+from everstep.model.snapshot import (
+    MANIFEST_VERSION,
+    PARTS_VERSION,
+    REPLICA_VERSION,
+    CheckpointFile,
+    Manifest,
+    PartitionSnapshot,
+)
 from everstep.policies.retention import unneeded_files
 from everstep.protect.replicafile import read_replica_file
 from everstep.protect.snapshot_file import (
@@ -146,9 +153,9 @@ def decode_manifest(data: bytes, name: str) -> Manifest:
         raise CheckpointError(f"{name} was changed: its checksum is wrong")
     try:
         version = _version_decoder.decode(body).version
-        if version not in (MANIFEST_VERSION, REPLICA_VERSION):
+        if version not in (MANIFEST_VERSION, REPLICA_VERSION, PARTS_VERSION):
             raise CheckpointError(
-                f"{name} is of version {version}, this everstep reads version {REPLICA_VERSION}: install a newer one"
+                f"{name} is of version {version}, this everstep reads version {PARTS_VERSION}: install a newer one"
             )
         return _manifest_decoder.decode(body)
     except MALFORMED as error:
@@ -227,11 +234,11 @@ def problems(
     sizes = place.sizes() if sizes is None else sizes
     known = {} if known is None else known
     if manifest.replica is not None:
-        file = manifest.replica.file
-        if file not in known or not deep:
-            known[file] = _replica_problem(place, manifest, file, sizes, deep)
-        if known[file]:
-            yield known[file]
+        for file in manifest.replica.files:
+            if file not in known or not deep:
+                known[file] = _replica_problem(place, manifest, file, sizes, deep)
+            if known[file]:
+                yield known[file]
         if not manifest.snapshots:
             return
     yield from _incomplete(manifest)
@@ -262,7 +269,9 @@ def _replica_problem(
     place: StoragePlace, manifest: Manifest, file: CheckpointFile, sizes: dict[str, int], deep: bool
 ) -> str:
     where = f"{place.url}/{file.path}"
-    needed = f"checkpoint {manifest.checkpoint} is that file"
+    replica = manifest.replica
+    verb = "needs" if replica is not None and replica.parts else "is"
+    needed = f"checkpoint {manifest.checkpoint} {verb} that file"
     wrong = _size_problem(where, file, sizes, needed)
     if wrong or not deep:
         return wrong
