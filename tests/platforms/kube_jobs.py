@@ -123,12 +123,16 @@ class KubeRun(WatchedJob):
 
     def story(self) -> str:
         """Return what a reader needs who looks for what went wrong."""
+        return f"{self.job.get('status')}\n{self.story_of_pods()}"
+
+    def story_of_pods(self) -> str:
+        """Return the same of a job that may be gone."""
         logs = [self.folder / "operator.log", *sorted((self.folder / "cluster" / "logs").glob("*.log"))]
         ends = [f"--- {log.name}\n" + log.read_text(errors="replace")[-1500:] for log in logs if log.exists()]
         pods = [
             (name_of(p), p["status"].get("phase"), p["spec"].get("nodeName")) for p in self.server.store.all("pods")
         ]
-        return f"{self.job.get('status')}\n{pods}\n" + "\n".join(ends)
+        return f"{pods}\n" + "\n".join(ends)
 
     # ------------------------------------------------------------ the end
 

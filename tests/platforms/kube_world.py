@@ -16,6 +16,7 @@ from everstep.platforms.kubernetes.actions import (
     MakeSecret,
     MasterReport,
     Seen,
+    SetFinalizers,
     SetReplicas,
     SetRequest,
     SetSuspend,
@@ -23,6 +24,7 @@ from everstep.platforms.kubernetes.actions import (
 )
 from everstep.platforms.kubernetes.api_client import Cache, ChangeType, WatchChange
 from everstep.platforms.kubernetes.kinds import API_VERSION, Kind, Object, name_of
+from everstep.platforms.kubernetes.leavings import out_facts
 from everstep.platforms.kubernetes.objects import secret_name
 from everstep.platforms.kubernetes.pods import facts_of, stamp_of
 from everstep.platforms.kubernetes.reconcile import reconcile
@@ -90,6 +92,11 @@ class World:
             case Create(Kind.POD, body):
                 name = name_of(body)
                 assert name not in self.ever, f"the name {name} came twice"
+                role = body["metadata"]["labels"]["everstep.io/role"]
+                holding = [pod for pod in self.pods.values() if pod["status"]["phase"] in ("Pending", "Running")]
+                roles = {pod["metadata"]["labels"]["everstep.io/role"] for pod in holding}
+                assert not (role == "master" and "out" in roles), "the master's volume is being read"
+                assert not (role == "out" and roles), f"{roles} still run"
                 self.ever.add(name)
                 made = copy.deepcopy(body)
                 made["metadata"] |= {"uid": f"uid-{name}", "creationTimestamp": stamp_of(self.now_s)}
@@ -120,6 +127,10 @@ class World:
             case SetSuspend(version):
                 self._expect(self.job, version)
                 self.job["spec"]["suspend"] = True
+                self._change(self.job)
+            case SetFinalizers(version, finalizers):
+                self._expect(self.job, version)
+                self.job["metadata"]["finalizers"] = list(finalizers)
                 self._change(self.job)
             case SetRequest(_, name, version, status):
                 self._expect(self.requests[name], version)
@@ -223,6 +234,17 @@ class World:
         if pod["metadata"].get("deletionTimestamp"):
             self.remove(name)
 
+    def delete_job(self) -> None:
+        """A user deletes the job: it stays while something holds it."""
+        self.job["metadata"]["deletionTimestamp"] = stamp_of(self.now_s)
+        self._change(self.job)
+
+    @property
+    def gone(self) -> bool:
+        """Return whether the job is deleted and nothing holds it."""
+        meta = self.job["metadata"]
+        return bool(meta.get("deletionTimestamp")) and not meta.get("finalizers")
+
     def leave(self) -> None:
         """Every pod that is being deleted goes."""
         for name, pod in list(self.pods.items()):
@@ -250,6 +272,7 @@ class World:
         found = dict.fromkeys(("master", "ps", "worker"), 0)
         for pod in self.pods.values():
             facts = facts_of(pod)
-            assert facts is not None
-            found[facts.place.value] += facts.active
+            assert facts is not None or out_facts(pod) is not None
+            if facts is not None:
+                found[facts.place.value] += facts.active
         return found

@@ -213,6 +213,23 @@ def test_suspended_and_on_again() -> None:
     assert env["EVERSTEP_POD_UNSUSPEND"] == "1"
 
 
+def test_no_pod_is_made_while_the_members_of_a_suspended_job_still_leave() -> None:
+    """The master's pod goes at once, members have a minute: the next master ended again, and so on for ever."""
+    world = running()
+    world.job["spec"]["suspend"] = True
+    world._change(world.job)
+    world.deliver(100)
+    world.work()  # (its master ends)
+    for _ in range(4):
+        world.deliver(100)
+        world.work()
+    assert not world.of("master") and len(world.pods) == 5, "members are still there"
+    assert len(world.ever) == 6
+    world.leave()
+    world.settle(2)
+    assert phase(world) == JobPhase.SUSPENDED and len(world.ever) == 6
+
+
 def test_a_job_that_suspends_itself_says_so_in_its_spec() -> None:
     world = running()
     world.end("dlrm-master-0-1", 7)

@@ -13,7 +13,7 @@ from everstep.config.load import load_spec
 from everstep.config.spec import JobSpec
 from everstep.errors import ConfigError, UserError
 from everstep.platforms.kubernetes.api_client import ApiReason, ApiServerError, ClusterClient
-from everstep.platforms.kubernetes.job import settings_of
+from everstep.platforms.kubernetes.job import out_of, settings_of
 from everstep.platforms.kubernetes.kinds import (
     API_VERSION,
     CONTAINER,
@@ -66,14 +66,17 @@ def find(run_dir: Path, context: str = "") -> ClusterJob:
 # ------------------------------------------------------------ submit
 
 
-def submit(file: Path, context: str, namespace: str, image: str) -> None:
-    """Create or change the ElasticJob that a job.yaml describes: an ElasticJob, or the settings of ``everstep run``."""
+def submit(file: Path, context: str, namespace: str, image: str, out: str = "") -> None:
+    """Create or change the ElasticJob that a job.yaml describes: an ElasticJob, or the settings of ``everstep run``.
+    ``out``: where what it leaves is written, in place of its ``spec.out``."""
     from everstep.platforms.kubernetes.lightkube_client import LightkubeClient
 
     job = read_job(file, image)
     client = LightkubeClient.connect(context)
     where = namespace or job["metadata"].get("namespace") or client.namespace
     job["metadata"]["namespace"] = where
+    if out:
+        job["spec"]["out"] = out
     settings_of(job)
     done = client.apply(Kind.JOB, where, job, force=False)
     made = "created" if int(done["metadata"].get("generation", 1)) == 1 else "changed"
@@ -172,6 +175,14 @@ def status_lines(job: Object) -> list[str]:
     for each in (status.get("disruptions") or [])[-5:]:
         lines.append(f"{each.get('noticeTime')}: {each['pod']} goes from {each.get('node')} ({each['source']})")
     return lines
+
+
+def out_at(run_dir: Path) -> str:
+    """Return where what a job of a cluster leaves is written. Raises ConfigError: nowhere."""
+    out = out_of(find(run_dir).read())
+    if not out:
+        raise ConfigError(f"{run_dir}: has no spec.out, to which its run would be written (everstep submit --out URL)")
+    return out
 
 
 def pods_of(at: ClusterJob) -> list[Object]:

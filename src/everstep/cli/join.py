@@ -50,13 +50,15 @@ def join_job(
     host: str = "",
     join_s: float = JOIN_S,
     reclaim_s: float | None = None,
+    keep_logs: bool = False,
 ) -> int:
     """Run this machine's agent until the job ends or the agent is stopped; return the exit code. ``notices``: as in
     ``--notices``; None: as the job says. ``zone``, ``market``: of this machine, "": not said. ``life``: so many
     machines of this name came before. ``ps``: that this node takes, None: see
     ``ps_offered``. ``machine``: as which
     this one counts, "": found out. ``host``: address of this node, "": on the way to the master. ``join_s``: so long
-    the master may not be there yet. ``reclaim_s``: see ``Agent``."""
+    the master may not be there yet. ``reclaim_s``: see ``Agent``. ``keep_logs``: the logs of this node's processes
+    go to the first node when they have ended."""
     from everstep.cli.link import ask_address, connect_agent, own_host, write_remote_master
 
     if not (0 if ps else 1) <= workers <= PLACES_MAX:
@@ -95,7 +97,11 @@ def join_job(
         )
         identity = Identity(purpose="data", role="agent", node=name, pid=os.getpid())
         link = link_home(spec, address, secret, identity)
-        logs = LogSender(here / "audit", name, link) if link is not None else None
+        logs = (
+            LogSender(here / "audit", name, link, keeps=here / "logs" if keep_logs else None)
+            if link is not None
+            else None
+        )
         if logs is not None:
             logs.start()
         wrong: Notice | None = None

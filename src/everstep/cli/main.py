@@ -255,6 +255,11 @@ def status(run_dir: Path, as_json: bool) -> None:
 
         cluster_job.status(run_dir, as_json)
         return
+    from everstep.cli.kept import is_kept, show_kept
+
+    if is_kept(run_dir):
+        show_kept(run_dir, as_json)
+        return
     show_status(run_dir, as_json)
 
 
@@ -527,7 +532,11 @@ def bubbles(run_dir: Path, out: Path | None) -> None:
 def cost(run_dir: Path, as_json: bool, prices: Path | None, at: str, kind: str, out: Path | None) -> None:
     """Show what a run has cost, what on-demand machines would have cost, and what one sample cost."""
     from everstep.cli.cost import show_cost
+    from everstep.cli.kept import is_kept, show_kept_cost
 
+    if is_kept(run_dir):
+        show_kept_cost(run_dir, as_json)
+        return
     if str(run_dir).startswith("k8s:"):
         from everstep.cli import cluster_job
 
@@ -598,14 +607,17 @@ def audit(run_dir: Path, as_json: bool, witness: bool, model: Path | None) -> No
     Others: 1 offences, 5 the result is lost, 6 replicas differed, 7 the job failed, 8 the witness counted otherwise,
     9 nothing was committed, 10 the job is not over, or was stopped, 11 the script's loops trained what they had not
     asked for."""
+    from everstep.cli.kept import read_here
     from everstep.monitor.audit import audit as audit_run
 
-    need_run_dir(run_dir)
-    report = audit_run(run_dir)
-    if witness or model is not None:
-        from everstep.monitor.witness import witnessed
+    with read_here(run_dir) as here:
+        need_run_dir(here)
+        report = audit_run(here)
+        if witness or model is not None:
+            from everstep.monitor.witness import witnessed
 
-        report = witnessed(run_dir, report, model)
+            report = witnessed(here, report, model)
+    report.run_dir = str(run_dir)
     click.echo(report.json().decode() if as_json else report.text())
     raise SystemExit(report.exit_code)
 
@@ -757,11 +769,12 @@ def agent(
 @click.option("--context", default="", help="Of the kubeconfig (default: the current one).")
 @click.option("--namespace", default="", help="Where the job shall be (default: that of the context).")
 @click.option("--image", default="", help="With everstep and the script, where JOB_YAML is that of everstep run.")
-def submit(file: Path, context: str, namespace: str, image: str) -> None:
+@click.option("--out", default="", metavar="URL", help="Where the model, checkpoints, logs, audit and cost shall be.")
+def submit(file: Path, context: str, namespace: str, image: str, out: str) -> None:
     """Run a job in a Kubernetes cluster: JOB_YAML as for everstep run, or an ElasticJob."""
     from everstep.cli.cluster_job import submit as submit_job
 
-    submit_job(file, context, namespace, image)
+    submit_job(file, context, namespace, image, out)
 
 
 @cli.command()
@@ -837,6 +850,16 @@ def pod_agent(master: str, role: str, run_dir: Path, node: str, host: str, machi
     from everstep.cli.pod import pod_agent as run_agent
 
     raise SystemExit(run_agent(master, role, run_dir, node, host, machine, market or "", os.environ))
+
+
+@pod.command("out")
+@click.option("--run-dir", type=click.Path(path_type=Path), required=True, help="On the job's volume.")
+@click.option("--to", required=True, metavar="URL", help="Where what the job leaves is written.")
+def pod_out(run_dir: Path, to: str) -> None:
+    """Write what the job leaves, when none of its other pods runs."""
+    from everstep.cli.pod import pod_out as write_out
+
+    raise SystemExit(write_out(run_dir, to, os.environ))
 
 
 def need_run_dir(run_dir: Path) -> None:

@@ -7,6 +7,7 @@ again.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -17,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from everstep import faultpoints
 from everstep.agent.rundir import RunDirLock, remove_sockets
 from everstep.bounds import MALFORMED
 from everstep.cli.display import read_summary
@@ -24,8 +26,11 @@ from everstep.cli.run import SUSPENDED, home_files, run_terms
 from everstep.cli.suspend import go_on
 from everstep.config.load import check_script, load_spec, read_origins, read_spec, save_spec
 from everstep.config.spec import JobSpec
-from everstep.errors import ConfigError
+from everstep.errors import ConfigError, StorageError
 from everstep.platforms.local import before_exec
+from everstep.storage.atomic import write_atomic
+from everstep.storage.kept_run import JOB_FILE, keep_run, read_kept, refuse_others
+from everstep.storage.places import open_place
 
 JOIN_WAIT_S = 600.0
 """So long an agent waits for a master that is not there yet: its image may still be pulled."""
@@ -33,6 +38,9 @@ KILLED = 143
 SETTINGS = "EVERSTEP_POD_SETTINGS"
 SECRET = "EVERSTEP_POD_SECRET"
 UNSUSPEND = "EVERSTEP_POD_UNSUSPEND"
+OUT = "EVERSTEP_POD_OUT"
+UID = "EVERSTEP_POD_UID"
+JOB = "EVERSTEP_POD_JOB"
 _settings_decoder = msgspec.json.Decoder(dict[str, Any])
 
 
@@ -70,6 +78,7 @@ def _master(run_dir: Path, host: str, env: Mapping[str, str]) -> int:
             spec, origins = read_spec(run_dir), read_origins(run_dir)
         else:
             spec, origins = settings_of(env)
+            refuse_other_out(spec.name, env)
         port = spec.bind.rpartition(":")[2]
         spec = msgspec.structs.replace(spec, bind=f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
         spec = msgspec.structs.replace(spec, script=str(check_script(spec.script)))
@@ -81,6 +90,32 @@ def _master(run_dir: Path, host: str, env: Mapping[str, str]) -> int:
             save_spec(run_dir, spec, origins)
 
         return run_terms(spec, run_dir, False, prepare, files)
+
+
+def refuse_other_out(job: str, env: Mapping[str, str]) -> None:
+    """Raise ConfigError if another job has left something at this job's ``spec.out``. A place that cannot be reached
+    now is nothing to wait for."""
+    if env.get(OUT):
+        place = open_place(env[OUT])
+        with contextlib.suppress(StorageError):
+            refuse_others(place, read_kept(place), job, env.get(UID, ""))
+
+
+def pod_out(run_dir: Path, to: str, env: Mapping[str, str]) -> int:
+    """Write what a job leaves on its volume to ``to``; return the exit code. Raises ConfigError: it is another job's;
+    StorageError, PlatformError."""
+    try:
+        job = _settings_decoder.decode(env.get(JOB, ""))
+        name, uid = str(job["metadata"]["name"]), str(job["metadata"].get("uid", ""))
+    except (*MALFORMED, KeyError, TypeError):
+        raise ConfigError(f"{JOB}: expected the job in JSON; the operator sets it") from None
+    faultpoints.planted()
+    with RunDirLock.take(run_dir):
+        write_atomic(run_dir / JOB_FILE, msgspec.json.encode(job))
+        index = keep_run(open_place(to), run_dir, name, uid)
+    size_bytes = sum(file.size_bytes for file in index.files)
+    print(f"everstep: {name}: {len(index.files)} files, {size_bytes:,} bytes are at {to}", flush=True)
+    return 0
 
 
 def settings_of(env: Mapping[str, str]) -> tuple[JobSpec, dict[str, str]]:
@@ -123,4 +158,5 @@ def pod_agent(
         machine=machine,
         host=host,
         join_s=JOIN_WAIT_S,
+        keep_logs=True,
     )

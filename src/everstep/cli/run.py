@@ -230,13 +230,14 @@ def _run(spec: JobSpec, origins: dict[str, str], run_dir: Path, live: bool, line
 def home_files(spec: JobSpec, run_dir: Path) -> tuple[JobSpec, HomeFiles | None]:
     """Return the spec with the port at which this node serves files to others, and what serves them; None: there are
     no other nodes."""
-    from everstep.protect.home_files import HomeFiles, served_places
+    from everstep.protect.home_files import NODE_LOGS, HomeFiles, served_places
 
     if not spec.bind:
         return spec, None
     listener = listen_beside(spec.bind, spec.files_port)
     spec = msgspec.structs.replace(spec, files_port=listener.getsockname()[1])
-    return spec, HomeFiles(served_places(spec, run_dir), run_dir / "audit", listener)
+    places = {**served_places(spec, run_dir), NODE_LOGS: run_dir / "nodes"}
+    return spec, HomeFiles(places, run_dir / "audit", listener)
 
 
 def run_terms(

@@ -50,7 +50,11 @@ CHECKPOINTS = "checkpoints"
 RESUMED = "resumed"
 """Places of a job: its own checkpoints, and those that it goes on from."""
 
+NODE_LOGS = "nodes"
+"""Place of the logs of other nodes' processes: a folder for each node."""
+
 PIECE_BYTES = 1 << 20
+KEPT_LOG_BYTES = 4 << 20  # of a process's log, its end
 ASK_S = 60.0
 ALIVE_S = 5.0
 """A node that has not been heard for so long is not waited for."""
@@ -363,7 +367,11 @@ def place_opener(link: HomeLink | None, spec: JobSpec) -> Callable[[str], Storag
 class LogSender:
     """Sends the audit logs of this node as they grow, in a thread of its own; ``close`` sends the rest of them."""
 
-    def __init__(self, folder: Path, node: NodeId, link: HomeLink, every_s: float = 1.0) -> None:
+    def __init__(
+        self, folder: Path, node: NodeId, link: HomeLink, every_s: float = 1.0, keeps: Path | None = None
+    ) -> None:
+        """Make a sender. ``keeps``: the folder of processes' logs, whose ends are sent at the end; None: they stay."""
+        self._keeps = keeps
         self._folder, self._node, self._link, self._every_s = folder, node, link, every_s
         self._sent: dict[str, int] = {}
         self._over = threading.Event()
@@ -400,6 +408,14 @@ class LogSender:
                     at = answer.size_bytes
             self._sent[path.name] = at
 
+    def _send_ends(self) -> None:
+        """Send the end of each process's log. Raise StorageError, OSError."""
+        place = HomePlace(self._link, NODE_LOGS)
+        for path in sorted(self._keeps.glob("*.log")) if self._keeps is not None else ():
+            with open(path, "rb", opener=private) as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - KEPT_LOG_BYTES))
+                place.put(f"{self._node}/{path.name}", file.read(KEPT_LOG_BYTES))
+
     def close(self, most_s: float = 10.0) -> None:
         """All processes of this node have ended: send the rest, and say so; after ``most_s`` not."""
         self._over.set()
@@ -408,6 +424,7 @@ class LogSender:
         while True:
             try:
                 self.send()
+                self._send_ends()
                 self._link.ask(LogsReported(self._node, True))
                 break
             except (EverstepError, OSError):

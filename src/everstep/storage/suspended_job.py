@@ -11,49 +11,33 @@ job's secret: who may read it may join the job.
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import random
 import re
 import secrets
 import socket
-import sqlite3
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from everstep.bounds import MALFORMED
-from everstep.errors import ConfigError, PlatformError
-from everstep.storage.atomic import private
+from everstep.errors import ConfigError
+from everstep.storage.kept_files import JOURNAL, KeptFile, fetch_file, put_file
 from everstep.storage.places import StoragePlace
 
 FOLDER: Final = "suspended"
 INDEX: Final = f"{FOLDER}/index.json"
 VERSION: Final = 1
-JOURNAL: Final = "journal.sqlite"
 NEEDED: Final = ("secret", "job.json", "summary.json", JOURNAL)
 """Without these a job cannot go on."""
 _ALSO_NEEDED = ("resume.json",)  # of a job that began from a checkpoint
 _SHOWN = ("events.jsonl", "members.jsonl", "metrics.jsonl")  # for people; a job goes on without
 _LOG = re.compile(r"audit/[a-z]{1,16}-\d{1,9}\.\d{1,9}\.log")
 _INDEX_MAX_BYTES = 16 << 20
-_FILE_MAX_BYTES = 64 << 30
-_PIECE_BYTES = 4 << 20
 _CLAIM = "claim-"
 CLAIM_S: Final = 10.0
 """So long another taker's claim is waited for."""
-
-
-class KeptFile(msgspec.Struct, frozen=True, array_like=True):
-    """Is one file: its path in the run directory, its size, and the SHA-256 of its contents."""
-
-    path: str
-    size_bytes: int
-    digest: str
 
 
 class Taken(msgspec.Struct, frozen=True):
@@ -132,7 +116,7 @@ def fetch_suspended(place: StoragePlace, index: SuspendedJob, run_dir: Path) -> 
     """Copy the files of a suspended job into a new run directory. Raises PlatformError: one is damaged, or the disk
     refuses; StorageError."""
     for file in index.files:
-        _fetch(place, f"{FOLDER}/{index.number}/{file.path}", file, run_dir / file.path)
+        fetch_file(place, f"{FOLDER}/{index.number}/{file.path}", file, run_dir / file.path)
 
 
 def mark_taken(place: StoragePlace, number: int, run_dir: Path, wait_s: float = CLAIM_S) -> None:
@@ -182,63 +166,8 @@ def _put_index(place: StoragePlace, index: SuspendedJob) -> None:
 
 def _put_files(place: StoragePlace, run_dir: Path, index: SuspendedJob, names: list[str]) -> SuspendedJob:
     """Copy files of the run directory to the place; return the index with them."""
-    done = [_put(place, run_dir, name, f"{FOLDER}/{index.number}/{name}") for name in names]
+    done = [put_file(place, run_dir, name, f"{FOLDER}/{index.number}/{name}") for name in names]
     return msgspec.structs.replace(index, files=(*index.files, *done))
-
-
-def _put(place: StoragePlace, run_dir: Path, name: str, to: str) -> KeptFile:
-    digest, size = hashlib.sha256(), 0
-    with _readable(run_dir, name) as path:
-        try:
-            with path.open("rb") as source, place.create(to) as file:
-                while piece := source.read(_PIECE_BYTES):
-                    file.write(piece)
-                    digest.update(piece)
-                    size += len(piece)
-                file.commit()
-        except OSError as error:
-            raise PlatformError(f"cannot read {path}: {error.strerror or error}") from error
-    return KeptFile(name, size, digest.hexdigest())
-
-
-@contextlib.contextmanager
-def _readable(run_dir: Path, name: str) -> Iterator[Path]:
-    """Give the file to read: of a journal a copy that has its write-ahead log, too."""
-    if name != JOURNAL:
-        yield run_dir / name
-        return
-    with tempfile.TemporaryDirectory(prefix=".kept-", dir=run_dir) as folder:
-        copy = Path(folder) / JOURNAL
-        try:
-            with (
-                contextlib.closing(sqlite3.connect(f"{(run_dir / name).resolve().as_uri()}?mode=ro", uri=True)) as old,
-                contextlib.closing(sqlite3.connect(copy)) as new,
-            ):
-                old.backup(new)
-        except sqlite3.Error as error:
-            raise PlatformError(f"cannot copy {run_dir / name}: {error}") from error
-        yield copy
-
-
-def _fetch(place: StoragePlace, path: str, file: KeptFile, to: Path) -> None:
-    if not 0 <= file.size_bytes <= _FILE_MAX_BYTES:
-        raise PlatformError(f"{place.url}/{path}: its index says {file.size_bytes} bytes")
-    digest, size = hashlib.sha256(), 0
-    try:
-        to.parent.mkdir(mode=0o700, exist_ok=True)
-        with place.open(path) as source, open(to, "xb", opener=private) as target:
-            while piece := source.read(_PIECE_BYTES):
-                size += len(piece)
-                if size > file.size_bytes:
-                    break
-                digest.update(piece)
-                target.write(piece)
-    except FileNotFoundError:
-        raise PlatformError(f"{place.url}/{path} is gone; nothing was begun") from None
-    except OSError as error:
-        raise PlatformError(f"cannot copy {place.url}/{path} to {to}: {error.strerror or error}") from error
-    if size != file.size_bytes or digest.hexdigest() != file.digest:
-        raise PlatformError(f"{place.url}/{path} is damaged: it is not what its index says; nothing was begun")
 
 
 def where_words(index: SuspendedJob) -> str:

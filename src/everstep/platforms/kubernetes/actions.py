@@ -44,6 +44,13 @@ class SetSuspend(msgspec.Struct, frozen=True):
     version: str
 
 
+class SetFinalizers(msgspec.Struct, frozen=True):
+    """Write what keeps the job from going before it may, unless it has changed meanwhile."""
+
+    version: str
+    finalizers: tuple[str, ...]
+
+
 class SetRequest(msgspec.Struct, frozen=True):
     """Write the status of a request to scale, unless it has changed meanwhile."""
 
@@ -64,7 +71,7 @@ class AskSuspend(msgspec.Struct, frozen=True):
     """Ask the job's master to make its state safe and end."""
 
 
-Action = Create | MakeSecret | Delete | SetReplicas | SetSuspend | SetRequest | TellSize | AskSuspend
+Action = Create | MakeSecret | Delete | SetReplicas | SetSuspend | SetFinalizers | SetRequest | TellSize | AskSuspend
 
 
 class Refusal(StrEnum):

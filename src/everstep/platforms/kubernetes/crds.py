@@ -98,6 +98,7 @@ _SPEC: Final = _struct(
         "mode": _one_of("AllReduce", "AllReduce", "ParameterServer", "Hybrid", "Pipeline"),
         "suspend": {"type": "boolean", "default": False},
         "managedBy": _text(),
+        "out": _text(1024),
         "script": _text(1024),
         "args": {"type": "array", "items": _text(4096), "maxItems": 256},
         "settings": _OPEN,
@@ -233,6 +234,14 @@ _STATUS: Final = _struct(
             }
         ),
         "currentScaleRequest": {"type": "string"},
+        "out": _struct(
+            {
+                "of": {"type": "string"},
+                "time": _TIME,
+                "failures": _WHOLE,
+                "failedPod": {"type": "string"},
+            }
+        ),
     }
 )
 

@@ -9,10 +9,14 @@ from typing import Any, Final, NamedTuple
 from everstep.config.load import load_spec
 from everstep.errors import ConfigError
 from everstep.platforms.kubernetes.kinds import CONTAINER, FILES_PORT, MASTER_PORT, Object, Place, name_of
+from everstep.storage.places import open_place
 
 NAME_MAX: Final = 40
 """Longest name of a job: names of its pods are host names, of at most 63 characters."""
 RUN_DIR: Final = "/everstep/run"
+CHECKPOINTS: Final = "checkpoints"
+MODEL: Final = "model"
+"""Folders of ``spec.out``."""
 _MODES: Final = {"AllReduce": "allreduce", "Hybrid": "allreduce", "ParameterServer": "ps"}
 _TIMEOUTS: Final = {"Suspend": "suspend", "Fail": "fail", "Run": "run"}
 _RECOVERIES: Final = {"WaitForAll": "wait_for_all", "RunWithAvailable": "run_with_available"}
@@ -92,6 +96,20 @@ def check_prices(job: Object) -> None:
         raise ConfigError(f"spec.cost.budget = {budget}: does not pay for an hour of one pod ({min(given)}); give more")
 
 
+def out_of(job: Object) -> str:
+    """Return where what a job leaves is written; "": nowhere."""
+    return str(job["spec"].get("out") or "").rstrip("/")
+
+
+def check_out(job: Object) -> None:
+    """Raise ConfigError: ``spec.out`` is no place."""
+    out = out_of(job)
+    if out and "://" not in out and not posixpath.isabs(out):
+        raise ConfigError(f"spec.out = {out!r}: give a URL, or the absolute path of a directory that pods mount")
+    if out:
+        open_place(out)
+
+
 def settings_of(job: Object) -> dict[str, Any]:
     """Return the job as job.yaml has it. Raises ConfigError, one line that names the field, the value and what to do:
     the same line that ``everstep run`` gives."""
@@ -143,6 +161,10 @@ def settings_of(job: Object) -> dict[str, Any]:
     if "stabilizationSeconds" in elastic:
         settings["stabilization"] = f"{elastic['stabilizationSeconds']}s"
     check_prices(job)
+    check_out(job)
+    if out := out_of(job):
+        settings["checkpoint_to"] = f"{out}/{CHECKPOINTS}"
+        settings["model_to"] = f"{out}/{MODEL}"
     script, args = script_of(job)
     settings = {**settings, **given, "script": script, "args": list(args)}
     load_spec(None, settings, {}, lambda line: None)

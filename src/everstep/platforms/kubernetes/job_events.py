@@ -19,6 +19,7 @@ _BAD: Final = frozenset(
         Condition.INVALID_SPEC.value,
         Condition.TEMPLATE_INVALID.value,
         Condition.BUDGET_SPENT.value,
+        Condition.OUT_NOT_WRITTEN.value,
         Condition.FAILED.value,
     }
 )

@@ -46,6 +46,16 @@ class JobStatus:
         found = [c for c in self.now.get("conditions") or [] if c["type"] == condition]
         return str(found[0].get("reason", "")) if found else ""
 
+    def since(self, condition: Condition) -> str:
+        """Return since when a condition is as it is; "": it is not listed."""
+        found = [c for c in self.now.get("conditions") or [] if c["type"] == condition]
+        return str(found[0].get("lastTransitionTime", "")) if found else ""
+
+    @property
+    def stamp(self) -> str:
+        """Return the time of this look, as the API has it."""
+        return stamp_of(self._seen.now_s)
+
     def say(self, condition: Condition, holds: bool, reason: str = "", message: str = "") -> None:
         """Set a condition. One that never held is not listed before it does."""
         known = list(self.now.get("conditions") or [])

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
-from everstep.platforms.kubernetes.job import RUN_DIR, has_ps, main_container, role_spec
+from everstep.platforms.kubernetes.job import RUN_DIR, has_ps, main_container, out_of, role_spec
 from everstep.platforms.kubernetes.kinds import (
     API_VERSION,
     CONTAINER,
@@ -16,6 +16,7 @@ from everstep.platforms.kubernetes.kinds import (
     FILES_PORT,
     JOB_LABEL,
     MASTER_PORT,
+    OUT_ROLE,
     ROLE_LABEL,
     SLOT_LABEL,
     Kind,
@@ -30,6 +31,8 @@ LEAVE_S: Final = 60
 MASTER_LEAVE_S: Final = 10
 UNREACHABLE_S: Final = 30
 """So long a pod stays on a node that is not heard of (300 by the cluster's default)."""
+OUT_LIMIT_S: Final = 3600
+"""So long the pod may take that writes what a job leaves."""
 SECRET_KEY: Final = "secret"
 _VOLUME: Final = "everstep-run"
 
@@ -188,6 +191,33 @@ def pod(
     return {"apiVersion": "v1", "kind": Kind.POD.value, "metadata": meta, "spec": spec}
 
 
+def out_pod(job: Object, serial: int) -> Object:
+    """Return the pod that writes what a job leaves to ``spec.out``. It has the image, the rights and the mounts of the
+    master, and the master's volume."""
+    made = pod(job, Place.MASTER, 0, serial, {})
+    spec, kept = made["spec"], ("name", "namespace", "uid")
+    made["metadata"]["name"] = f"{name_of(job)}-{OUT_ROLE}-{serial}"
+    made["metadata"]["labels"][ROLE_LABEL] = OUT_ROLE
+    for field in ("hostname", "subdomain"):
+        del spec[field]
+    spec["activeDeadlineSeconds"] = OUT_LIMIT_S
+    about = {
+        "metadata": {field: job["metadata"][field] for field in kept if field in job["metadata"]},
+        "spec": {
+            name: {k: v for k, v in part.items() if k != "template"} if isinstance(part, dict) else part
+            for name, part in job["spec"].items()
+        },
+        "status": job.get("status") or {},
+    }
+    text = json.dumps(about, sort_keys=True).replace("$", "\\u0024")  # (the cluster would expand $(NAME))
+    container = main_container({"spec": spec})
+    container["command"] = ["everstep", "pod", "out", "--run-dir", f"{RUN_DIR}/job", "--to", out_of(job)]
+    ours = ("EVERSTEP_POD_SETTINGS", "EVERSTEP_POD_UNSUSPEND", "EVERSTEP_POD_SECRET")
+    container["env"] = [each for each in container["env"] if each["name"] not in ours]
+    container["env"].append({"name": "EVERSTEP_POD_JOB", "value": text})
+    return made
+
+
 def _template(job: Object, place: Place) -> Object:
     own: Object = role_spec(job, place).get("template") or {}
     if main_container(own).get("image"):
@@ -216,6 +246,9 @@ def _env(job: Object, place: Place, settings: Mapping[str, Any]) -> list[Object]
     if place is Place.MASTER:
         env.append({"name": "EVERSTEP_POD_SETTINGS", "value": json.dumps(settings, sort_keys=True)})
         env.append({"name": "EVERSTEP_POD_UNSUSPEND", "value": "" if job["spec"].get("suspend") else "1"})
+        if out := out_of(job):
+            env.append({"name": "EVERSTEP_POD_OUT", "value": out})
+            env.append({"name": "EVERSTEP_POD_UID", "value": uid_of(job)})
     return env
 
 

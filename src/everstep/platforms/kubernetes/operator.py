@@ -24,6 +24,7 @@ from everstep.platforms.kubernetes.actions import (
     MasterReport,
     Refusal,
     Seen,
+    SetFinalizers,
     SetReplicas,
     SetRequest,
     SetSuspend,
@@ -332,6 +333,9 @@ class Operator:
                 self._made(Kind.JOB, self._client.patch(Kind.JOB, namespace, name_of(job), body))
             case SetSuspend(version) if job is not None:
                 body = {"metadata": {"resourceVersion": version}, "spec": {"suspend": True}}
+                self._made(Kind.JOB, self._client.patch(Kind.JOB, namespace, name_of(job), body))
+            case SetFinalizers(version, finalizers) if job is not None:
+                body = {"metadata": {"resourceVersion": version, "finalizers": list(finalizers)}}
                 self._made(Kind.JOB, self._client.patch(Kind.JOB, namespace, name_of(job), body))
             case SetRequest(kind, name, version, status):
                 meta = {"name": name, "namespace": namespace, "resourceVersion": version}

@@ -20,6 +20,7 @@ from everstep.platforms.kubernetes.actions import (
     MakeSecret,
     Refusal,
     Seen,
+    SetFinalizers,
     SetSuspend,
     TellSize,
 )
@@ -29,6 +30,7 @@ from everstep.platforms.kubernetes.job_events import events_between
 from everstep.platforms.kubernetes.job_status import JobStatus
 from everstep.platforms.kubernetes.kinds import (
     FALLBACK_LABEL,
+    FINALIZER,
     Condition,
     JobPhase,
     Kind,
@@ -38,6 +40,7 @@ from everstep.platforms.kubernetes.kinds import (
     name_of,
     uid_of,
 )
+from everstep.platforms.kubernetes.leavings import Leavings, finalizers_of
 from everstep.platforms.kubernetes.pods import (
     FINAL_CODES,
     SUSPENDED_CODE,
@@ -60,6 +63,7 @@ REFUSED_S: Final = 30.0
 PROGRESS_S: Final = 30.0
 """So often progress is written, if nothing else is to be."""
 WAIT_TIMEOUT: Final = "WaitTimeout"
+PODS_LEAVE: Final = "PodsLeave"
 _PAUSE_MAX_S: Final = 60.0
 _SHOWN_DISRUPTIONS: Final = 50
 _WORDS: Final = {1: "the script failed", 2: "the job's settings are wrong", 4: "the job gave up", 130: "interrupted"}
@@ -73,7 +77,8 @@ _CONDITIONS: Final = {
 def reconcile(seen: Seen) -> JobPlan:
     """Return what to do about one job now."""
     job = seen.job
-    if is_leaving(job) or job["spec"].get("managedBy") not in (None, "", MANAGED_BY):
+    held = is_leaving(job) and FINALIZER in finalizers_of(job)
+    if (is_leaving(job) and not held) or job["spec"].get("managedBy") not in (None, "", MANAGED_BY):
         return JobPlan()
     return _Look(seen).plan()
 
@@ -87,7 +92,10 @@ class _Look:
         self._raw = {name_of(pod): pod for pod in seen.pods}
         self._pods = [facts for pod in seen.pods if (facts := facts_of(pod)) is not None]
         self._status = JobStatus(seen)
-        self._serial = max([int(self._status.now.get("podsMade", 0)), *(pod.serial for pod in self._pods)])
+        self._leavings = Leavings(seen, self._status)
+        made = [pod.serial for pod in (*self._pods, *self._leavings.pods)]
+        self._serial = max([int(self._status.now.get("podsMade", 0)), *made])
+        self._finalizers: tuple[str, ...] | None = None
         self._doomed: set[str] = set()  # pods that this look deletes
         self._on_demand: set[tuple[Place, int]] = set()  # slots that no spot machine has filled
         self._actions: list[Action] = []
@@ -104,7 +112,9 @@ class _Look:
         self._free_stuck()
         if not status.over:
             self._judge_endings()
-        if status.over:
+        if is_leaving(self._job):
+            self._go()
+        elif status.over:
             self._clean_up()
         else:
             self._go_on()
@@ -118,8 +128,14 @@ class _Look:
             self._name_phase(bool(requested.current))
         if self._costs is not None and (status.changed() is not None or job_cost.is_due(self._job, self._costs)):
             status.now["cost"] = job_cost.written(self._costs)
-        again = [*self._again, *([requested.again_s] if requested.again_s is not None else [])]
+        again = [*self._again, *self._leavings.again_s]
+        again += [requested.again_s] if requested.again_s is not None else []
+        self._actions += self._leavings.actions
         changed = status.changed()
+        if self._finalizers is not None:
+            if changed is None:
+                self._actions.append(SetFinalizers(self._version, self._finalizers))
+            again.append(1.0)
         events = (
             [Create(Kind.EVENT, body) for body in events_between(self._job, changed)] if changed is not None else []
         )
@@ -154,6 +170,7 @@ class _Look:
             ended = pod.state in (PodState.SUCCEEDED, PodState.FAILED)
             if policy == "All" or (policy == "Running" and not ended):
                 self._delete(pod)
+        self._write_leavings()
         ttl_s = self._job["spec"].get("ttlSecondsAfterFinished")
         if ttl_s is None:
             return
@@ -162,6 +179,23 @@ class _Look:
             self._again.append(left_s)
         else:
             self._actions.append(Delete(Kind.JOB, name_of(self._job), uid_of(self._job)))
+
+    def _go(self) -> None:
+        """Have a deleted job's state made safe, and what it leaves written; then it may go."""
+        status, leavings = self._status, self._leavings
+        status.say(Condition.SUSPENDING, not status.over and bool(self._pods), "Deleted", "the job was deleted")
+        if not status.over and leavings.asks_for_safety(self._pods):
+            return
+        for pod in self._pods:
+            self._delete(pod)
+        if not self._serial or leavings.is_late or self._write_leavings():
+            self._finalizers = tuple(each for each in finalizers_of(self._job) if each != FINALIZER)
+
+    def _write_leavings(self) -> bool:
+        over, self._serial = self._leavings.write(self._pods, self._serial)
+        if self._serial != self._status.now.get("podsMade", 0):
+            self._status.now["podsMade"] = self._serial
+        return over
 
     # ------------------------------------------------------------ a job that is not over
 
@@ -173,7 +207,10 @@ class _Look:
             status.say(Condition.INVALID_SPEC, True, "InvalidSpec", str(error))
             return
         status.say(Condition.INVALID_SPEC, False)
-        if self._suspended() or self._has_spent_its_budget():
+        if self._leavings.wanted and not self._leavings.holds:
+            self._finalizers = (*finalizers_of(self._job), FINALIZER)
+            return
+        if self._suspended() or self._has_spent_its_budget() or not self._leavings.give_way():
             return
         self._own()
         self._heed_notices()
@@ -207,16 +244,19 @@ class _Look:
         waited = suspending and status.reason(Condition.SUSPENDING) == WAIT_TIMEOUT
         if parked and not asked and not suspending:
             waited = True  # (its master gave up waiting: the job suspended itself)
-        if waited or parked or (asked and (not self._pods or status.is_true(Condition.SUSPENDED))):
+        leaving = asked and suspending and status.reason(Condition.SUSPENDING) == PODS_LEAVE
+        if waited or parked or leaving or (asked and (not self._pods or status.is_true(Condition.SUSPENDED))):
             if waited and not asked:
                 self._actions.append(SetSuspend(self._version))
                 self._again.append(LOOK_S)
             for pod in self._pods:
                 self._delete(pod)
             leave = bool(self._pods) or (waited and not asked)
-            status.say(Condition.SUSPENDING, leave, WAIT_TIMEOUT if waited and leave else "PodsLeave")
+            status.say(Condition.SUSPENDING, leave, WAIT_TIMEOUT if waited and leave else PODS_LEAVE)
             status.say(Condition.SUSPENDED, not leave, "Suspended", "spec.suspend: false lets it go on")
             status.now.pop("waitingSince", None)
+            if not leave:
+                self._write_leavings()
             return True
         status.say(Condition.SUSPENDED, False)
         status.say(Condition.SUSPENDING, asked, "MasterAsked", "the master makes the job's state safe")
@@ -307,7 +347,7 @@ class _Look:
                 self._delete(pod)
         if shown:
             self._status.now["disruptions"] = shown[-_SHOWN_DISRUPTIONS:]
-        self._status.say(Condition.RECLAIM_NOTICE, any_now, "PodsLeave" if any_now else "None")
+        self._status.say(Condition.RECLAIM_NOTICE, any_now, PODS_LEAVE if any_now else "None")
 
     def _disruption(self, pod: PodFacts, notice: PodNotice) -> Object:
         at = stamp_of(self._seen.now_s)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from everstep.platforms.local import before_exec, sweep_group
 LOOK_S: Final = 0.1
 PODS_MAX: Final = 30
 _KILL_WAIT_S: Final = 10.0
+_SERVICE_PORT: Final = re.compile(r"[a-z0-9.-]+\.svc:\d+")
 
 
 class PodProcess:
@@ -107,7 +109,7 @@ class PodRunner:
             pod = self._server.store.get("pods", *key)
             if pod is not None and pod["spec"].get("nodeName") == name:
                 one.kill()
-                del self._running[key]
+                self._running.pop(key, None)  # (the nodes' own thread may have seen it end)
         self._say_node(name, "Unknown")
         self._server.merge(self._server.of("nodes"), "", name, {"spec": {"unschedulable": True}})
         for pod in self._server.store.all("pods"):
@@ -143,7 +145,7 @@ class PodRunner:
             there = self._server.store.get("pods", *key)
             if there is None or there["metadata"]["uid"] != one.uid:
                 one.kill()  # (it was deleted by force)
-                del self._running[key]
+                self._running.pop(key, None)
 
     def _drop(self, pod: Object) -> None:
         with contextlib.suppress(RefusedRequest):
@@ -154,7 +156,7 @@ class PodRunner:
         code = one.process.poll()
         if code is not None:
             sweep_group(one.process.pid)
-            del self._running[key]
+            self._running.pop(key, None)
             self._say_ended(pod, code)
             if leaving:
                 self._drop(pod)
@@ -284,7 +286,7 @@ class PodRunner:
         for path, folder in mounts.items():
             if text == path or text.startswith(f"{path}/"):
                 return f"{folder}{text[len(path) :]}"
-        if ".svc:" in text:
+        if _SERVICE_PORT.fullmatch(text):
             name, _, port = text.rpartition(":")
             return f"{self._host_of(name)}:{port}"
         return text
