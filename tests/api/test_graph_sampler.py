@@ -6,18 +6,21 @@ import copy
 import io
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from everstep.api.graph_sampler import GraphSampler
 from everstep.api.job import Job
 from everstep.api.module_spans import ModuleTree, StepRecorder, compiled_words
+from everstep.cli.main import cli
 from everstep.model.graph_readings import DEPTH_MAX, MODULES_MAX, GraphReading, ModuleReading
 
 Join = Callable[..., Job]
@@ -262,3 +265,17 @@ def test_a_reading_fits_the_wire(join: Join) -> None:
     reading = train(join(seed=7), Twice(), "2", epochs=1)
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(reading), type=GraphReading)
     assert again == reading and isinstance(again.modules[0], ModuleReading)
+
+
+def test_a_script_alone_leaves_its_readings_behind(join: Join, tmp_path: Path) -> None:
+    job = join(seed=7)
+    model = job.replicate(job.sparse(Twice()))
+    opt = job.optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+    for batch in job.steps(job.loader(data(), batch_size=16)):
+        opt.zero_grad()
+        ((model(batch["ids"]) - batch["y"]) ** 2).mean().backward()
+        opt.step()
+    job.close()
+    shown = CliRunner().invoke(cli, ["graph", str(tmp_path / "run0")]).output
+    assert "1 step of 1 worker sampled (one in " in shown  # (the tenth of 20)
+    assert "Twice" in shown and "Sequential" in shown and "emb" in shown and "30" in shown

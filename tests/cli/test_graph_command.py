@@ -14,9 +14,9 @@ from everstep.cli.graph import lines
 from everstep.cli.main import cli
 from everstep.config.load import load_spec, save_spec
 from everstep.errors import ConfigError
-from everstep.master.graph_record import GRAPH_FILE, GraphRecord
 from everstep.model.graph_readings import GraphView, ModuleView, TableView
 from everstep.model.job_view import BindingView
+from everstep.monitor.graph_file import GRAPH_FILE, GraphRecord
 
 RECORD = GraphRecord(
     at=100.0,

@@ -45,8 +45,10 @@ from everstep.errors import ConfigError, InternalError, PlatformError, ScriptErr
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.machines.dispatch import Dispatch
 from everstep.model.group import Group
-from everstep.model.member import Address, Role
+from everstep.model.member import Address, MemberKey, Role
 from everstep.model.placement import Placement
+from everstep.monitor.graph_file import GraphRecord, write_graph
+from everstep.monitor.graph_fold import GraphFold
 from everstep.net import messages
 from everstep.net.arena import Arena
 from everstep.net.messages import RequestType
@@ -283,6 +285,18 @@ class EmbeddedRuntime:
 
     # ------------------------------------------------------------ the end
 
+    def _write_graph(self, beat: messages.Beat) -> None:
+        """Leave the readings of the model and the tables behind, for ``everstep graph``."""
+        fold, at = GraphFold(), time.time()
+        fold.take(MemberKey(Role.WORKER, self.slot), self.incarnation, beat.graph, (), at)
+        if self.service is not None:
+            ps = MemberKey(Role.PS, self.service.slot)
+            fold.take(ps, self.service.incarnation, None, self.service.rows.readings(), at)
+        view = fold.view()
+        if view is not None and view.steps:
+            with suppress(PlatformError):  # a full disk costs the file, not the job
+                write_graph(self.run_dir, GraphRecord(at=at, graph=view))
+
     def close(self, error: str) -> None:
         """End the job as the script ended: audit log and journal closed, summary written and printed."""
         listener = self._listener
@@ -311,6 +325,7 @@ class EmbeddedRuntime:
             "values": values,
         }
         write_atomic(self.run_dir / "summary.json", msgspec.json.encode(summary))
+        self._write_graph(beat)
         self.master.close()
         self._let_go()
         if samples:

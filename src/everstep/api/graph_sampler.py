@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Generator, Iterator
-from contextlib import closing, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from typing import Any, Final
 
 import numpy as np
@@ -90,6 +90,7 @@ class GraphSampler:
         self._total_s = 0.0  # of all steps since the first sample
         self._reported = 0  # steps that were told
         self._reported_at = 0.0
+        self._in_loop = False
 
     def __repr__(self) -> str:
         return f"<GraphSampler of one step in {self.every or self._setting}, {self._steps} sampled>"
@@ -102,10 +103,21 @@ class GraphSampler:
             return batches
         return self._watched(batches)
 
+    @contextmanager
+    def _loop(self, batches: Iterator[Any]) -> Iterator[None]:
+        """Note whether the loop runs: behind it the last readings are reported at once. Close ``batches`` in the
+        end."""
+        self._in_loop = True
+        try:
+            with closing(batches) if isinstance(batches, Generator) else nullcontext():
+                yield
+        finally:
+            self._in_loop = False
+
     def _watched(self, batches: Iterator[Any]) -> Generator[Any]:
         left = min(_FIRST, self.every) if self.every else _FIRST
         since, counted = time.perf_counter(), 0
-        with closing(batches) if isinstance(batches, Generator) else nullcontext():
+        with self._loop(batches):
             for batch in batches:
                 left -= 1
                 counted += 1
@@ -205,8 +217,9 @@ class GraphSampler:
     def take(self) -> GraphReading | None:
         """Return the readings for a beat; None: there is nothing new, or they were told just now."""
         now = time.monotonic()
+        soon = self._in_loop and now < self._reported_at + _REPORT_S
         with self._lock:
-            if self._steps == self._reported or now < self._reported_at + _REPORT_S:
+            if self._steps == self._reported or soon:
                 return None
             self._reported, self._reported_at = self._steps, now
             return self._reading()

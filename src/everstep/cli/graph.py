@@ -13,8 +13,8 @@ from everstep.cli.link import ask_view
 from everstep.cli.rundirs import open_run_dir
 from everstep.cli.top import span
 from everstep.errors import ConfigError
-from everstep.master.graph_record import GRAPH_FILE, GraphRecord
 from everstep.model.graph_readings import GraphView, ModuleView, TableView
+from everstep.monitor.graph_file import GRAPH_FILE, GraphRecord
 from everstep.storage.atomic import write_atomic
 from everstep.units import human_bytes
 
@@ -83,7 +83,8 @@ def headline(graph: GraphView) -> str:
         return "no step of a worker has been sampled yet"
     workers = f"{graph.workers} worker" + ("s" if graph.workers != 1 else "")
     often = f"one in {graph.every}, {100 * graph.cost_share:.2f} % of the time"
-    return f"{graph.steps} steps of {workers} sampled ({often}): {span(graph.step_s)} each"
+    steps = f"{graph.steps} step" + ("s" if graph.steps != 1 else "")
+    return f"{steps} of {workers} sampled ({often}): {span(graph.step_s)} each"
 
 
 def module_row(m: ModuleView) -> tuple[str, ...]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from everstep.cli.graph import TABLE_HEAD, headline, table_row
 from everstep.cli.svg import LEFT, RIGHT, WIDTH, begin, text
 from everstep.cli.top import span
-from everstep.master.graph_record import GraphRecord
 from everstep.model.graph_readings import ModuleView
+from everstep.monitor.graph_file import GraphRecord
 from everstep.units import human_bytes
 
 _ROW, _TOP, _BARS = 18, 84, 360

@@ -72,7 +72,7 @@ from everstep.master.checkpoints import CheckpointController
 from everstep.master.confirm import Confirmations
 from everstep.master.costs import CostController
 from everstep.master.fault_injection import FaultInjector
-from everstep.master.graph_record import GraphController
+from everstep.master.graph_controller import GraphController
 from everstep.master.hangs import Hangs
 from everstep.master.hot import HotPartitionController
 from everstep.master.metrics import MetricsServer

@@ -11,31 +11,19 @@ import threading
 from pathlib import Path
 from typing import Final
 
-import msgspec
-
 from everstep.brain.brain import Brain
 from everstep.errors import PlatformError
 from everstep.master.observe import Observer
-from everstep.model.graph_readings import GraphView
 from everstep.model.job_view import BindingView
 from everstep.model.member import Role
 from everstep.model.observation import Observations
+from everstep.monitor.graph_file import GraphRecord, write_graph
 from everstep.monitor.graph_fold import GraphFold
 from everstep.policies.binding import BindingWatch, BoundJob, Cores
-from everstep.storage.atomic import write_atomic
 
 logger = logging.getLogger("everstep.master")
 
-GRAPH_FILE: Final = "graph.json"
 _WRITE_S: Final = 10.0
-
-
-class GraphRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Is ``graph.json``. ``at``: when it was written (seconds since 1970)."""
-
-    at: float
-    graph: GraphView
-    binding: BindingView | None = None
 
 
 class GraphController:
@@ -101,6 +89,6 @@ class GraphController:
             return
         record = GraphRecord(at=self._at, graph=view, binding=self.binding(self._at))
         try:
-            write_atomic(self._run_dir / GRAPH_FILE, msgspec.json.format(msgspec.json.encode(record)) + b"\n")
+            write_graph(self._run_dir, record)
         except PlatformError as error:
             logger.warning("%s", error)
