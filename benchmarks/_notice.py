@@ -6,17 +6,29 @@ script writes each row of a table once, so that every row has its optimizer's st
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
+import psutil
 
 from benchmarks._jobs import Job
 from benchmarks._measure import Child, everstep
 from everstep.ids import PartitionId
 from everstep.model.member import Role
 from everstep.monitor.pslog import PsLog
+from everstep.net.auth import load_secret
+from everstep.net.rendezvous import SECRET_FILE
+from everstep.net.retry import Deadline
+from everstep.net.sockets import listen_tcp
+from everstep.net.tls import TlsSocket, server_context
 
 WIDTH = 64
 ROW_BYTES = 3 * 4 * WIDTH  # values, and two numbers of Adam for each
@@ -24,6 +36,25 @@ IDS = 32  # of a sample
 BATCH = 512
 LIMIT_S = 240.0
 PIECE = 1 << 20
+CALM_BATCHES = 40  # before the notice: what pushes cost
+TAKER = """
+import sys
+from pathlib import Path
+import numpy as np
+from everstep.net.auth import load_secret
+from everstep.net.retry import Deadline
+from everstep.net.sockets import connect_tcp
+from everstep.net.tls import TlsSocket, client_context
+
+deadline = Deadline(30.0, "the connection")
+raw = connect_tcp("127.0.0.1", int(sys.argv[1]), deadline)
+wrapped = TlsSocket(raw, client_context(load_secret(Path(sys.argv[3]))), server_side=False)
+wrapped.handshake(deadline)
+left = memoryview(np.empty(int(sys.argv[2]), np.uint8))
+while left:
+    left = left[wrapped.recv_into(left) :]
+raw.sendall(b"x")
+"""
 SCRIPT = """
 import time
 import numpy as np, torch
@@ -52,16 +83,23 @@ for step, batch in enumerate(job.steps(job.loader(data, batch_size={batch}, epoc
 
 
 class NoticeToSafe(NamedTuple):
-    """What one notice took. ``safe_s``: until all partitions were owned elsewhere. ``wire_s``: what their bytes take
-    through one connection of the loopback."""
+    """What one notice took. ``safe_s``: until all partitions were owned elsewhere. ``wire_s``, ``tls_s``: what their
+    bytes take through one connection of the loopback, plain from a thread to another, and with TLS from a process to
+    another. ``cpu_s``: of both ps, more than so many pushes took before."""
 
     moved_bytes: int
     safe_s: float
     wire_s: float
+    tls_s: float
+    cpu_s: float
 
     @property
     def over_wire(self) -> float:
         return self.safe_s / self.wire_s
+
+    @property
+    def over_tls(self) -> float:
+        return self.safe_s / self.tls_s
 
 
 def wire_s(n_bytes: int) -> float:
@@ -83,6 +121,35 @@ def wire_s(n_bytes: int) -> float:
                 pass
             sender.join()
             return time.monotonic() - began
+
+
+def tls_s(n_bytes: int, secret_file: Path) -> float:
+    """Seconds that so many bytes take from the memory of this process to new memory of another one, through one
+    connection of the loopback with TLS as ps of two nodes have it."""
+    secret = load_secret(secret_file)
+    with listen_tcp("127.0.0.1", 0) as server:
+        port = server.getsockname()[1]
+        child = subprocess.Popen([sys.executable, "-c", TAKER, str(port), str(n_bytes), str(secret_file)])
+        raw, _ = server.accept()
+        try:
+            wrapped = TlsSocket(raw, server_context(secret), server_side=True)
+            wrapped.handshake(Deadline(30.0, "the handshake"))
+            bytes_left = memoryview(np.ones(n_bytes, np.uint8))
+            began = time.monotonic()
+            while bytes_left or wrapped.unsent:
+                bytes_left = bytes_left[wrapped.sendmsg([bytes_left] if bytes_left else []) :]
+            if raw.recv(1) == b"":
+                raise RuntimeError("the other process ended early")
+            return time.monotonic() - began
+        finally:
+            raw.close()
+            child.kill()
+            child.wait()
+
+
+def cpu_s(pids: Sequence[int]) -> float:
+    """CPU seconds that these processes took so far."""
+    return sum(t.user + t.system for t in (psutil.Process(pid).cpu_times() for pid in pids))
 
 
 def _acquired(logs: list[PsLog], partitions: set[PartitionId], since: float) -> dict[PartitionId, float]:
@@ -116,13 +183,26 @@ def notice_to_safe(home: Path, state_mb: int, lead_s: float) -> NoticeToSafe:
         assert status is not None
         (slot,) = (m.slot for m in status.members if m.role is Role.PS and m.node == "b")
         held = {p for log in job.logs() if log.slot == slot for p in log.stints}
-        began = time.time()
+        pids = [m.pid for m in status.members if m.role is Role.PS]
+        before_s, samples = cpu_s(pids), job.samples_done()
+        job.wait_for(lambda: job.samples_done() > samples + CALM_BATCHES * BATCH)
+        sample_s = (cpu_s(pids) - before_s) / (job.samples_done() - samples)
+        before_s, samples, began = cpu_s(pids), job.samples_done(), time.time()
         going.write_text(f"{lead_s:g}")
-        job.wait_for(lambda: time.sleep(0.1) or held <= set(_acquired(job.logs(), held, began)))
+        spent = [before_s]
+
+        def safe() -> bool:
+            time.sleep(0.1)
+            with contextlib.suppress(psutil.NoSuchProcess):  # (the one that is empty may end at once)
+                spent.append(cpu_s(pids))
+            return held <= set(_acquired(job.logs(), held, began))
+
+        job.wait_for(safe)
         safe_at = max(_acquired(job.logs(), held, began).values())
         job.check()
         moved = rows * ROW_BYTES * len(held) // status.placement.partitions
-        return NoticeToSafe(moved, safe_at - began, wire_s(moved))
+        more_s = max(0.0, spent[-1] - before_s - sample_s * (job.samples_done() - samples))
+        return NoticeToSafe(moved, safe_at - began, wire_s(moved), tls_s(moved, job.run_dir / SECRET_FILE), more_s)
     finally:
         job.close()
         if joined is not None:

@@ -11,7 +11,7 @@ import pytest
 from everstep.config.parity import ParityCode
 from everstep.ids import PartitionId, Slot
 from everstep.model.placement import Mirror, MirrorKind
-from everstep.policies.moves import advance, exposed_at
+from everstep.policies.moves import MOVES_AT_ONCE, MoveSteps, advance, exposed_at
 from everstep.policies.placement_builder import How, PlacementBuilder, lost_with
 from everstep.policies.stripes import StripeLayout, arrange
 
@@ -115,3 +115,67 @@ def test_a_partition_whose_mirror_is_being_made_is_exposed() -> None:
     steps = advance(builder, layout)
     assert steps.begun == [mirror.members[0]], "it alone, though a dozen others are to move"
     assert isinstance(mirror, Mirror)
+
+
+def leaves_alone(flows: bool) -> tuple[PlacementBuilder, StripeLayout]:
+    """Ps 2 of three leaves; nothing is mirrored."""
+    builder, before = begun(ParityCode(1, 0), 3)
+    layout = arrange(ParityCode(1, 0), PARTITIONS, [Slot(0), Slot(1)], before)
+    return msgspec.structs.replace(like(builder, frozenset({Slot(2)})), flows=flows), layout
+
+
+def one_arrives(builder: PlacementBuilder) -> PlacementBuilder:
+    """The oldest mirror that is being made is complete, and partitions that were given are where they were to go."""
+    fresh = msgspec.structs.replace(builder, version=builder.version + 1, missing={})
+    left = sorted(m.id for m in fresh.mirrors if m.id not in fresh.ready)
+    fresh.ready |= set(left[:1])
+    return fresh
+
+
+def test_the_next_partition_of_a_ps_that_leaves_begins_when_one_is_complete() -> None:
+    builder, layout = leaves_alone(flows=True)
+    had = builder.owner.count(Slot(2))
+    assert len(advance(builder, layout).begun) == MOVES_AT_ONCE
+    begun_so_far, switched = MOVES_AT_ONCE, 0
+    for arrived in range(1, had + 1):
+        builder = one_arrives(builder)
+        steps = advance(builder, layout)
+        begun_so_far, switched = begun_so_far + len(steps.begun), switched + len(steps.switched)
+        assert begun_so_far == min(had, MOVES_AT_ONCE + arrived), "so many are being copied all the time"
+        assert len(steps.switched) in (0, MOVES_AT_ONCE) or arrived == had
+    assert switched == had and builder.owner == list(layout.owner)
+
+
+def test_those_that_are_complete_wait_while_others_are_handed_over() -> None:
+    builder, layout = leaves_alone(flows=True)
+    advance(builder, layout)
+    for _ in range(MOVES_AT_ONCE):
+        builder = one_arrives(builder)
+        steps = advance(builder, layout)
+    assert len(steps.switched) == MOVES_AT_ONCE and len(builder.missing) == MOVES_AT_ONCE
+    held = dict(builder.missing)
+    for _ in range(MOVES_AT_ONCE + 1):
+        builder = one_arrives(builder)
+        builder.missing = dict(held)
+        assert not advance(builder, layout).switched
+    builder.missing = {}
+    assert len(advance(builder, layout).switched) == MOVES_AT_ONCE + 1
+
+
+def test_masters_of_before_began_the_next_moves_when_none_was_under_way() -> None:
+    builder, layout = leaves_alone(flows=False)
+    assert len(advance(builder, layout).begun) == MOVES_AT_ONCE
+    for _ in range(MOVES_AT_ONCE - 1):
+        builder = one_arrives(builder)
+        assert advance(builder, layout) == MoveSteps()
+    steps = advance(one_arrives(builder), layout)
+    assert len(steps.switched) == MOVES_AT_ONCE and len(steps.begun) == MOVES_AT_ONCE
+
+
+def test_a_move_for_balance_begins_nothing_beside_those_under_way() -> None:
+    builder, before = begun(ParityCode(1, 0), 2)
+    slots = [Slot(0), Slot(1), Slot(2)]
+    builder.living = set(slots)
+    layout = arrange(ParityCode(1, 0), PARTITIONS, slots, before)
+    assert advance(builder, layout).begun
+    assert advance(one_arrives(builder), layout) == MoveSteps()

@@ -96,9 +96,10 @@ def test_the_carrier_is_its_oracle(seed: int) -> None:
                 each("some", partition, SyncTarget(peer, 3, seq))
                 some.append(partition)
             case "batch":
-                a, b = each("batch", peer, rng.randrange(1, 80), rng.randrange(1, 9))
+                skip = rng.choice((0, 0, 0, 1, 3))  # so many are on their way already
+                a, b = each("batch", peer, rng.randrange(1, 80), rng.randrange(1, 9), skip)
                 assert facts(a) == facts(b)  # type: ignore[arg-type]
-                if a is not None:
+                if a is not None and not skip:
                     sent[peer] = a  # type: ignore[assignment]
             case "answer" if peer in sent:
                 batch = sent[peer]

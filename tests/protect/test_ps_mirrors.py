@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from everstep import faultpoints
+from everstep.errors import WireError
 from everstep.ids import Incarnation, LeaseNo, NodeId, PartitionId, Slot
 from everstep.model.member import Address
 from everstep.model.placement import Mirror, MirrorKind, Placement, PsPlace
@@ -44,6 +45,7 @@ from everstep.net.messages import (
 from everstep.net.sockets import listen_tcp, listen_unix
 from everstep.protect.machine import Machine
 from everstep.protect.replication import StreamKind
+from everstep.ps.mirror_server import MirrorServer
 from everstep.ps.service import PsService
 from everstep.storage.chain import read_chain
 
@@ -122,7 +124,8 @@ class Cluster:
         self.next_mirror += 1
         return self.next_mirror - 1
 
-    def publish(self, route: bool = True) -> None:
+    def publish(self, route: bool = True, late: int = -1) -> None:
+        """``late``: this ps hears of it a moment after the others."""
         self.version += 1
         if route:
             self.routing = self.version
@@ -130,7 +133,8 @@ class Cluster:
         self.placement = Placement(
             self.version, tuple(self.owner), places, self.routing, tuple(self.mirrors), self.snapshots
         )
-        for p in self.ps.values():
+        for p in sorted(self.ps.values(), key=lambda p: p.slot == late):
+            time.sleep(0.3 if p.slot == late else 0.0)
             assert p.service.set_placement(self.placement)
 
     def begin(self) -> None:
@@ -554,6 +558,49 @@ def test_a_partition_moves_under_pushes(cluster: Callable[..., Cluster]) -> None
         == [(t.partition, t.partition_seq) for t in took]
         == [(0, took[0].partition_seq)]
     )
+
+
+@pytest.mark.parametrize("trouble", ["", "breaks", "late"])
+def test_a_ps_that_is_emptied_sends_several_messages_at_once(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
+    """To another node, under pushes. "breaks": the connection does, again and again. "late": the other one does not
+    know the placement yet, and takes none of the messages on their way."""
+    monkeypatch.setattr("everstep.protect.port.PIECE_BYTES", 1 << 9)
+    monkeypatch.setattr("everstep.ps.mirror_server.STREAM_BYTES", 1)
+    on_way: list[int] = []
+    take = MirrorServer._take_answer
+
+    def take_answer(server: MirrorServer, peer: Any, *args: Any) -> bool:
+        on_way.append(peer.link.in_flight)
+        if trouble == "breaks" and len(on_way) % 20 == 19:
+            raise WireError("the test breaks it")
+        return take(server, peer, *args)
+
+    monkeypatch.setattr(MirrorServer, "_take_answer", take_answer)
+    c = cluster(3, far=True)
+    c.owner = [Slot(b % 2) for b in range(B)]
+    c.begin()
+    c.push(10)
+    going = [b for b in range(B) if c.owner[b] == 0]
+    moves = {c.mirror([b], 2, kind=MirrorKind.MOVE) for b in going}
+    pushing = threading.Thread(target=c.push, args=(20,))
+    pushing.start()
+    c.publish(route=False, late=2 if trouble == "late" else -1)
+    until(lambda: moves <= set(c.ps[Slot(2)].service.mirrors.machine.complete))
+    for b in going:
+        c.owner[b] = Slot(2)
+    c.publish()
+    c.open()
+    pushing.join(PATIENCE_S)
+    assert not pushing.is_alive()
+    until(c.whole)
+    until(lambda: not c.ps[Slot(0)].service.mirrors.machine.partitions)
+    gave = {r.partition: r.partition_seq for r in records(c, 0) if isinstance(r, ReleasedRecord)}
+    took = {r.partition: r.partition_seq for r in records(c, 2) if isinstance(r, AcquiredRecord)}
+    assert gave == took and sorted(took) == going
+    assert max(on_way) > 1, "one at a time"
+    assert not any(p.failures for p in c.ps.values())
 
 
 def test_an_unreachable_mirror_holds_acknowledgements_back_and_no_longer_than_the_placement_names_it(

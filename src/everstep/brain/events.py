@@ -47,7 +47,8 @@ class MasterStarted(Fact, frozen=True, tag="master_started"):
     is emptied also where too few ps are left for the parity. ``ranks``, likewise: of ps that leave, what would be lost
     with them goes to others first. ``refills``, likewise: a place that becomes free is taken by a process that
     waits for one, and a job that is scaled goes on emptying the nodes that are drained. ``saves``, likewise: mode ps
-    takes a checkpoint where a node goes with partitions of which nobody else has a complete copy."""
+    takes a checkpoint where a node goes with partitions of which nobody else has a complete copy. ``flows``, likewise:
+    a ps that leaves begins to move its next partitions while others of it are on their way."""
 
     incarnation: Incarnation
     spec: JobSpec
@@ -56,9 +57,10 @@ class MasterStarted(Fact, frozen=True, tag="master_started"):
     ranks: bool = False
     refills: bool = False
     saves: bool = False
+    flows: bool = False
 
 
-RULES: Final[dict[str, bool]] = {"settles": True, "empties": True, "ranks": True, "refills": True, "saves": True}
+RULES: Final[dict[str, bool]] = dict.fromkeys(("settles", "empties", "ranks", "refills", "saves", "flows"), True)
 """What today's masters say of themselves in :class:`MasterStarted`."""
 
 

@@ -33,7 +33,8 @@ class FailureCounts(msgspec.Struct):
 
 class JobState(msgspec.Struct, kw_only=True):
     """``workers_wanted``, ``ps_wanted``: slots 0..n-1 should be filled. ``leases``: counter of this master's lease
-    numbers. ``settles``, ``empties``, ``ranks``, ``refills``, ``saves``: see
+    numbers. ``settles``, ``empties``, ``ranks``, ``refills``, ``saves``,
+    ``flows``: see
     :class:`everstep.brain.events.MasterStarted`.
     ``gathered``: the job waits for no more nodes before it begins (``nodes``); ``nodes_due_at``: until then it does,
     0.0: none has joined. ``anyway``: the job has waited for long enough, and runs with those who are there.
@@ -58,6 +59,7 @@ class JobState(msgspec.Struct, kw_only=True):
     workers_asked: int = 0
     refills: bool = False
     saves: bool = False
+    flows: bool = False
 
     @property
     def over(self) -> bool:

@@ -5,6 +5,9 @@ at the new ps. Nothing is given up before its successor is complete. Every chang
 opening its shards, so all moves under way switch together, in one placement, once all are complete; then the next
 begin.
 
+A ps that leaves does not wait for this: as many of its partitions as may be are on their way at any time, and those
+that are complete switch as soon as they are many.
+
 Of ps that leave, what would be lost with all of them moves first, and nothing beside it: they may go before they are
 empty, and what others have a mirror of comes back without them.
 
@@ -22,7 +25,7 @@ from everstep.model.placement import Mirror, MirrorKind
 from everstep.policies.placement_builder import How, PlacementBuilder, lost_with
 from everstep.policies.stripes import StripeLayout
 
-MOVES_AT_ONCE = 8  # into or out of one ps
+MOVES_AT_ONCE = 8  # into or out of one ps; of one that leaves: that are not complete
 BUILDS_AT_ONCE = 4  # stripes' mirrors being made at one ps; each reads all members of its stripe
 
 
@@ -94,11 +97,14 @@ def _clean(builder: PlacementBuilder, layout: StripeLayout, steps: MoveSteps) ->
 
 
 def _switch(builder: PlacementBuilder, steps: MoveSteps) -> None:
-    """All moves under way change the owner, once all are complete."""
+    """All moves under way change the owner, once all are complete; of ps that leave, once many are."""
     moves = under_way(builder)
-    if not all(m.id in builder.ready for m in moves):
-        return
-    for mirror in moves:
+    complete = [m for m in moves if m.id in builder.ready]
+    if len(complete) < len(moves):
+        complete = [m for m in complete if _leaves(builder, m.members[0])]
+        if len(complete) < MOVES_AT_ONCE or builder.missing:
+            return
+    for mirror in complete:
         partition = mirror.members[0]
         builder.give(partition, mirror.at, How.HAND_OVER, builder.owner[partition])
         steps.switched.append(partition)
@@ -143,6 +149,11 @@ def _mirrors(
             steps.built += 1
 
 
+def _leaves(builder: PlacementBuilder, partition: PartitionId) -> bool:
+    """Return whether it is on a ps that leaves, and need not wait for the moves of others."""
+    return builder.flows and builder.owner[partition] in builder.leaving
+
+
 def _worthless(builder: PlacementBuilder, layout: StripeLayout, stripe: int, row: int) -> bool:
     """Return whether this row's mirror would be a second copy beside the only partition it has: too few ps are left."""
     members = builder.members(stripe)
@@ -169,12 +180,15 @@ def _is_made(
 def _begin(
     builder: PlacementBuilder, layout: StripeLayout, steps: MoveSteps, exposed: AbstractSet[PartitionId]
 ) -> None:
-    """Begin the next moves, if none is under way: of ``exposed`` partitions alone, if there are any; first where units
-    of a stripe share a ps."""
-    if under_way(builder):
-        return
+    """Begin the next moves, if none is under way, or their ps leaves: of ``exposed`` partitions alone, if there are
+    any; first where units of a stripe share a ps."""
+    moves = under_way(builder)
     rows = builder.rows()
     busy: dict[Slot, int] = {}
+    for mirror in moves:
+        if mirror.id not in builder.ready:
+            for slot in (builder.owner[mirror.members[0]], mirror.at):
+                busy[slot] = busy.get(slot, 0) + 1
 
     def shares(partition: PartitionId) -> bool:
         stripe = partition // builder.code.k
@@ -186,6 +200,9 @@ def _begin(
         PartitionId(b) for b, slot in enumerate(builder.owner) if slot != layout.owner[b] and b not in builder.missing
     ]
     wanted = [b for b in wanted if b in exposed] or wanted
+    if moves:
+        moving = {m.members[0] for m in moves}
+        wanted = [b for b in wanted if b not in moving and _leaves(builder, b)]
     for partition in sorted(wanted, key=lambda b: (not shares(b), b)):
         source, target = builder.owner[partition], layout.owner[partition]
         if any(b in builder.missing for b in builder.members(partition // builder.code.k)):

@@ -36,7 +36,8 @@ class PlacementBuilder(msgspec.Struct, kw_only=True):
     """Is the next placement while it is being made. ``ready``: ids of mirrors that have everything. ``version``: of the
     placement that this becomes; ``routing``: of the one before, when its owners last changed. ``next_id``: of the next
     new mirror. ``snapshots``: as in the placement. ``stuck``: partitions of which their living owner says that it
-    cannot get them. ``leaving``: ps that are to give everything away, and may go before they have. ``empties``: see
+    cannot get them. ``leaving``: ps that are to give everything away, and may go before they have. ``empties``,
+    ``flows``: see
     :class:`everstep.brain.events.MasterStarted`."""
 
     code: ParityCode
@@ -51,6 +52,7 @@ class PlacementBuilder(msgspec.Struct, kw_only=True):
     next_id: int
     stuck: frozenset[PartitionId] = frozenset()
     empties: bool = True
+    flows: bool = True
     leaving: frozenset[Slot] = frozenset()
 
     @property

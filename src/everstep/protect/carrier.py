@@ -13,6 +13,8 @@ from everstep.ids import PartitionId
 from everstep.native import Store, _native
 from everstep.protect.replication import Batch, Outgoing, PeerKey, StreamItem, SyncTarget
 
+_ALL_BYTES = 1 << 62
+
 
 class CarryOutcome(IntEnum):
     """Says what ``carry`` came to."""
@@ -75,6 +77,8 @@ class ReplicationSender:
     def __init__(self, store: Store, me: PeerKey) -> None:
         self.native = _native.Carrier(store, me)
         self.routes: MutableMapping[PartitionId, tuple[PeerKey, ...]] = _Routes(self.native)
+        # By peer: the stream, and what is to be said to it as confirmed with the next batch.
+        self._unsaid: dict[PeerKey, tuple[int, dict[PartitionId, int]]] = {}
 
     def __repr__(self) -> str:
         done, _, next_ticket, _, waiting, _ = self.native.counts()
@@ -134,14 +138,24 @@ class ReplicationSender:
     def send(self, peer: PeerKey, item: StreamItem) -> None:
         self.native.send(peer, item.partition, item.seq, int(item.kind), item.mirror, item.sync, item.blob)
 
-    def batch(self, peer: PeerKey, max_bytes: int, max_items: int = 4096) -> Batch | None:
-        found = self.native.batch(peer, max_bytes, max_items)
+    def batch(self, peer: PeerKey, max_bytes: int, max_items: int = 4096, skip: int = 0) -> Batch | None:
+        found = self.native.batch(peer, _ALL_BYTES if skip else max_bytes, max_items + skip)
         if found is None:
             return None
         stream, first, items, confirmed = found
-        return Batch(
-            stream, first, tuple(StreamItem(*i) for i in items), tuple((PartitionId(b), s) for b, s in confirmed)
-        )
+        known, unsaid = self._unsaid.pop(peer, (stream, {}))
+        to_say = {**(unsaid if known == stream else {}), **{PartitionId(b): s for b, s in confirmed}}
+        if len(items) <= skip:
+            self._unsaid[peer] = stream, to_say
+            return None
+        chosen: list[StreamItem] = []
+        size = 0
+        for item in (StreamItem(*i) for i in items[skip:]):
+            if chosen and size + item.size_bytes > max_bytes:
+                break
+            chosen.append(item)
+            size += item.size_bytes
+        return Batch(stream, first + skip, tuple(chosen), tuple(to_say.items()))
 
     def waits(self, peer: PeerKey) -> bool:
         return self.native.waits(peer)

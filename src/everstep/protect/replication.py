@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, MutableMapping, Sequence
 from enum import IntEnum
+from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 from everstep.ids import Incarnation, PartitionId, Slot
@@ -222,21 +223,21 @@ class PythonReplicationSender:
 
     # ------------------------------------------------------------ out
 
-    def batch(self, peer: PeerKey, max_bytes: int, max_items: int = 4096) -> Batch | None:
+    def batch(self, peer: PeerKey, max_bytes: int, max_items: int = 4096, skip: int = 0) -> Batch | None:
         """Return the oldest items for ``peer``, at least one and else at most ``max_bytes``; None: nothing waits. The
-        same again until ``answered``."""
+        same again until ``answered``. ``skip``: so many of the oldest are on their way already."""
         stream = self._streams.get(peer)
-        if stream is None or not stream.queue:
+        if stream is None or len(stream.queue) <= skip:
             return None
         items: list[StreamItem] = []
         size = 0
-        for item in stream.queue:
+        for item in islice(stream.queue, skip, None):
             if items and (size + item.size_bytes > max_bytes or len(items) >= max_items):
                 break
             items.append(item)
             size += item.size_bytes
         confirmed, stream.confirmed = tuple(stream.confirmed.items()), {}
-        return Batch(stream.number, stream.first, tuple(items), confirmed)
+        return Batch(stream.number, stream.first + skip, tuple(items), confirmed)
 
     def waits(self, peer: PeerKey) -> bool:
         """Return whether something waits for ``peer``."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -55,6 +56,12 @@ from everstep.ps.rw_lock import RwLock
 FEED_BYTES = 4 << 20
 """Largest message to a peer, but for single entries that are larger."""
 
+STREAM_BYTES = 1 << 20
+"""The same, where several messages are on their way at once."""
+
+STREAM_AHEAD_BYTES = 8 << 20
+"""So much may be on its way to a peer before its oldest message is answered."""
+
 UNSENT_BYTES = 256 << 20
 """While more than this waits for one peer, pushes wait before they are applied."""
 
@@ -69,6 +76,8 @@ _ASK_AGAIN_MAX_S = 0.05
 _ANSWER_S = 30.0
 _LOOK_S = 0.5
 _LATE_LOOK_S = 0.05
+_STREAM_S = 0.25  # then whoever asks the same peer has a turn
+_STREAM_ITEMS = 64  # in one message
 _CONTENTS_LOOK_S = 0.005  # whether there is more to send, while contents are on their way
 
 logger = logging.getLogger("everstep.ps")
@@ -343,7 +352,7 @@ class MirrorServer:
             peer.link = None
         self.streams.native.poke(peer.key)
 
-    def _attempt(self, what: Callable[..., None], peer: _Peer, *args: Any) -> bool:
+    def _attempt(self, what: Callable[..., object], peer: _Peer, *args: Any) -> bool:
         """False: the connection did not hold; what it was to bring is sent again by the peer's thread."""
         try:
             what(peer, *args)
@@ -575,15 +584,12 @@ class MirrorServer:
         return placement is not None and any((s.slot, s.incarnation) == key for s in placement.servers)
 
     def _feed(self, peer: _Peer) -> None:
-        """Send one batch to a peer that is claimed. EverstepError: the connection does not hold."""
+        """Send to a peer that is claimed. EverstepError: the connection does not hold."""
         if peer.link is not None:
             for event in self.streams.flight(peer.key, _ANSWER_S):
                 match event.kind:
                     case EventKind.YOURS:
-                        batch = self.streams.batch(peer.key, FEED_BYTES)
-                        if batch is not None:
-                            self._send(peer, batch)
-                            self._take_answer(peer, batch, _ANSWER_S)
+                        self._stream(peer)
                     case EventKind.BROKEN:
                         raise WireError(event.payload.decode(errors="replace"))
                     case _:
@@ -595,10 +601,31 @@ class MirrorServer:
                 request = self.machine.feed_of(batch)
             self._answered(peer, batch.first, batch, self._feed_ourselves(request, batch))
 
+    def _stream(self, peer: _Peer) -> None:
+        """Send what a claimed peer is owed, several messages on their way at once, for ``_STREAM_S`` at most."""
+        assert peer.link is not None
+        until = time.monotonic() + _STREAM_S
+        on_way: deque[Batch] = deque()
+        items = size = 0
+        while True:
+            batch = None
+            if size < STREAM_AHEAD_BYTES and items < 8 * _STREAM_ITEMS and time.monotonic() < until:
+                batch = self.streams.batch(peer.key, STREAM_BYTES, _STREAM_ITEMS, items)
+            if batch is not None:
+                self._send(peer, batch)
+                on_way.append(batch)
+            elif not on_way:
+                return
+            elif not self._take_answer(peer, on_way.popleft(), _ANSWER_S):
+                for _ in on_way:  # nor did it take those behind
+                    peer.link.receive(timeout_s=_ANSWER_S)
+                return
+            items = sum(len(b.items) for b in on_way)
+            size = sum(i.size_bytes for b in on_way for i in b.items)
+
     def _send(self, peer: _Peer, batch: Batch) -> None:
         assert peer.link is not None
-        with self.lock:
-            request = self.machine.feed_of(batch)
+        request = self.machine.feed_of(batch)
         tables, specs = self._store.declared()
         if len(specs) > len(peer.announced):
             request = msgspec.structs.replace(request, tables=tuple(s for s in specs if s.id not in peer.announced))
@@ -608,19 +635,22 @@ class MirrorServer:
         peer.announced.update(spec.id for spec in request.tables)
         self.streams.native.told(peer.key, tables)
 
-    def _take_answer(self, peer: _Peer, batch: Batch, timeout_s: float) -> None:
+    def _take_answer(self, peer: _Peer, batch: Batch, timeout_s: float) -> bool:
+        """False: nothing was taken, it is to be sent again."""
         assert peer.link is not None
         answer, _ = peer.link.receive(timeout_s=min(timeout_s, _ANSWER_S))
-        self._answered(peer, batch.first, batch, answer)
+        return self._answered(peer, batch.first, batch, answer)
 
-    def _answered(self, peer: _Peer, first: int, batch: Batch | None, answer: DataAnswer) -> None:
+    def _answered(self, peer: _Peer, first: int, batch: Batch | None, answer: DataAnswer) -> bool:
+        """False: nothing was taken."""
         if isinstance(answer, Moved):
             time.sleep(_ASK_AGAIN_S)  # it does not know our placement yet
-            return
+            return False
         if batch is None or not isinstance(answer, Fed) or len(answer.applied) != len(batch.items):
             error = answer.error if isinstance(answer, Bad) else f"{answer!r}"
             raise WireError(f"ps:{peer.key[0]} does not take our differences: {error}")
         self._judged(peer, first, answer.applied)
+        return True
 
     def _judged(self, peer: _Peer, first: int, codes: bytes) -> None:
         """Take in a code for each entry from number ``first`` of the stream on."""

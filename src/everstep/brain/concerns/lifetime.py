@@ -40,7 +40,7 @@ class LifetimeConcern(Concern):
         self.state.supervision.goes_on = False
         job.master_incarnation = e.incarnation
         job.leases, job.settles, job.empties, job.ranks = 0, e.settles, e.empties, e.ranks
-        job.refills, job.saves = e.refills, e.saves
+        job.refills, job.saves, job.flows = e.refills, e.saves, e.flows
         out: Out = []
         if first:
             job.spec = e.spec

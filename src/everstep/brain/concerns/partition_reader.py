@@ -118,6 +118,7 @@ class PartitionReader:
             next_id=protection.mirrors + 1,
             stuck=frozenset(protection.stuck) | cut,
             empties=self.job.empties,
+            flows=self.job.flows,
             leaving=frozenset(protection.leaving) if self.job.ranks else frozenset(),
         )
 
