@@ -22,6 +22,7 @@ from torch.distributed import pipelining
 import everstep as es
 
 SIDES = ("none", "spans", "same", "synchronous", "thread", "async_save")
+FEW = SIDES[:3]  # what the aim is about
 LAYERS = {"small": (4, 128, 32), "gpt30m": (8, 512, 64)}  # layers, width, tokens of a sample
 WORDS = {"small": 500, "gpt30m": 5000}
 RECORDED = Path(__file__).parents[1] / "examples" / "recordings" / "bytedance-pipeline-st-excerpt.csv"
@@ -138,14 +139,21 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--block", type=int, default=4, help="steps, of which the first is left out")
     parser.add_argument("--out", required=True)
+    parser.add_argument("--few", action="store_true", help="without the other ways to copy")
+    parser.add_argument(
+        "--seconds", type=float, default=0.0, help="end with the round that is in hand then; 0: no limit"
+    )
     parser.add_argument("--emulated", default="", help="a schedule: stages sleep as long as recorded ones computed")
     args = parser.parse_args()
+    sides = FEW if args.few else SIDES
     torch.set_num_threads(1)
     job = es.join(mode="pipeline")
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[job.process_index % len(cores)]})
     tokens, batch = LAYERS[args.size][2], 2 * args.microbatches
-    steps = args.rounds * len(SIDES) * args.block
+    steps = args.rounds * len(sides) * args.block
+    over = Path(args.out) / "over"  # the step that is the last one, by the first stage
+    began_s = time.monotonic()
     text = torch.randint(0, WORDS[args.size], (batch * steps, tokens + 1), generator=torch.Generator().manual_seed(0))
 
     def loss(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -169,10 +177,16 @@ def main() -> None:
     found: list[tuple[str, float, float]] = []
     last_s, last_cpu_s = 0.0, 0.0
     for samples in job.steps(job.loader({"text": text.numpy()}, batch_size=batch, epochs=1)):
-        side = SIDES[job.step // args.block % len(SIDES)]
+        side = sides[job.step // args.block % len(sides)]
+        if args.seconds and not job.process_index and not over.exists() and time.monotonic() - began_s > args.seconds:
+            per_round = len(sides) * args.block  # (two rounds on: the others read it before they are there)
+            (over.parent / "over.new").write_text(str((job.step // per_round + 2) * per_round))
+            (over.parent / "over.new").replace(over)
+        if args.seconds and over.exists() and job.step >= int(over.read_text()):
+            break
         now_s, now_cpu_s = time.perf_counter(), time.process_time()
         if job.step and (job.step - 1) % args.block:
-            found.append((SIDES[(job.step - 1) // args.block % len(SIDES)], now_s - last_s, now_cpu_s - last_cpu_s))
+            found.append((sides[(job.step - 1) // args.block % len(sides)], now_s - last_s, now_cpu_s - last_cpu_s))
         last_s, last_cpu_s = now_s, now_cpu_s
         ways.begin(side)
         opt.zero_grad()
@@ -182,7 +196,7 @@ def main() -> None:
         model.step(given, target=target)
         ways.end()
         opt.step()
-        engine.copies = copies if SIDES[(job.step + 1) // args.block % len(SIDES)] == "spans" else None
+        engine.copies = copies if sides[(job.step + 1) // args.block % len(sides)] == "spans" else None
     facts = {"steps": found, "batch": batch}
     if copies is not None:
         totals = copies.totals

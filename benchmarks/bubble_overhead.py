@@ -5,7 +5,9 @@ step of a block is left out. ``NAME``: the time of a step beside that of the sam
 rounds; ``NAME_cpu``: CPU seconds of both stages. Sides: spans (this project's copies), synchronous (before the
 step), thread (a Python thread beside the step), async_save (torch.distributed.checkpoint, into a folder). ``none.aa``
 is no copies beside no copies. ``inside``: share of copied bytes inside of waits. ``SIZE_mM``: small (0.9 M
-parameters) or gpt30m (30 M), with M microbatches. ``--size NAME`` and ``--rounds N`` choose.
+parameters) or gpt30m (30 M), with M microbatches. ``--size NAME``, ``--microbatches M`` and ``--rounds N`` choose.
+``--minutes N`` ends each job after so long, and leaves out all sides but none, spans and none again, in blocks of two
+steps; ``rounds`` says how many there were.
 
 ``--emulated``: emulated device time instead: four stages sleep in place of computing, as long as the stages of a
 recorded job computed (scaled to 4 ms for a forward of the first stage; ``examples/recordings``), in three schedules;
@@ -20,7 +22,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks._bubble_job import SIDES, STAGES
+from benchmarks._bubble_job import FEW, SIDES, STAGES
 from benchmarks._jobs import Job
 from benchmarks._measure import ROOT, Result, interval, median, say
 
@@ -29,14 +31,19 @@ OVERHEAD, INSIDE = 1.01, 0.99
 SCHEDULES = ("ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B")
 
 
-def measured(size: str, microbatches: int, rounds: int, limit_s: float, emulated: str = "") -> Result:
-    """Run one job and compare its blocks. ``emulated``: the schedule of stages that sleep; "": they compute."""
+def measured(
+    size: str, microbatches: int, rounds: int, limit_s: float, emulated: str = "", seconds: float = 0.0
+) -> Result:
+    """Run one job and compare its blocks. ``emulated``: the schedule of stages that sleep; "": they compute.
+    ``seconds``: for so long, and only with and without copies; 0: all rounds and all sides."""
+    sides, block = (FEW, 2) if seconds else (SIDES, BLOCK)
     count = STAGES if emulated else 2
     result: Result = {"figures": {}, "aims": {}, "holds": {}, "spread": {}}
     with tempfile.TemporaryDirectory() as folder:
         script = ["--", str(ROOT / "benchmarks" / "_bubble_job.py"), "--size", size, "--out", folder]
-        script += ["--microbatches", str(microbatches), "--rounds", str(rounds), "--block", str(BLOCK)]
+        script += ["--microbatches", str(microbatches), "--rounds", str(rounds), "--block", str(block)]
         script += ["--emulated", emulated] if emulated else []
+        script += ["--few", "--seconds", str(seconds)] if seconds else []
         flags = ["run", "--mode", "pipeline", "--stages", str(count), "--copy-every", "1"]
         job = Job(Path(folder), flags, script, limit_s)
         try:
@@ -45,16 +52,16 @@ def measured(size: str, microbatches: int, rounds: int, limit_s: float, emulated
             job.main.kill()
         stages = [json.loads((Path(folder) / f"stage{number}.json").read_text()) for number in range(count)]
     name = f"emulated_{emulated}_m{microbatches}" if emulated else f"{size}_m{microbatches}"
-    per_round = len(SIDES) * (BLOCK - 1)
+    per_round = len(sides) * (block - 1)
     steps = stages[0]["steps"]
     found: dict[str, list[float]] = {}
     for begin in range(per_round, len(steps) - per_round + 1, per_round):  # (the first round is a warm-up)
-        wall = {side: median([s for x, s, _ in steps[begin : begin + per_round] if x == side]) for side in SIDES}
+        wall = {side: median([s for x, s, _ in steps[begin : begin + per_round] if x == side]) for side in sides}
         cpu = {
             side: sum(c for stage in stages for x, _, c in stage["steps"][begin : begin + per_round] if x == side)
-            for side in SIDES
+            for side in sides
         }
-        for side in SIDES[1:]:
+        for side in sides[1:]:
             key = "none.aa" if side == "same" else side
             found.setdefault(f"{name}.{key}", []).append(wall[side] / wall["none"])
             found.setdefault(f"{name}.{key}_cpu", []).append(cpu[side] / cpu["none"])
@@ -84,6 +91,8 @@ def run(quick: bool, arguments: Sequence[str] = ()) -> Result:
     parser.add_argument("--size", choices=("small", "gpt30m"))
     parser.add_argument("--rounds", type=int, default=3 if quick else 200)
     parser.add_argument("--emulated", action="store_true")
+    parser.add_argument("--microbatches", type=int, choices=(4, 8), help="only so many")
+    parser.add_argument("--minutes", type=float, default=0.0, help="of each job, with and without copies only")
     args = parser.parse_args(list(arguments))
     if args.emulated:
         emulated: Result = {"figures": {}, "aims": {}, "holds": {}, "spread": {}}
@@ -94,8 +103,9 @@ def run(quick: bool, arguments: Sequence[str] = ()) -> Result:
     sizes = [args.size] if args.size else ["small"] if quick else ["small", "gpt30m"]
     result: Result = {"figures": {}, "aims": {}, "holds": {}, "spread": {}}
     for size in sizes:
-        for microbatches in (4,) if quick else (4, 8):
+        for microbatches in (args.microbatches,) if args.microbatches else (4,) if quick else (4, 8):
             limit_s = 100.0 if quick else 60.0 * args.rounds + 600.0
-            for kind, values in measured(size, microbatches, args.rounds, limit_s).items():
+            some = measured(size, microbatches, args.rounds, limit_s, seconds=60.0 * args.minutes)
+            for kind, values in some.items():
                 result[kind].update(values)
     return result

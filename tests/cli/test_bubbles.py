@@ -103,10 +103,14 @@ def test_too_few_to_say(tmp_path: Path) -> None:
 def test_what_the_neighbour_keeps_and_what_both_sides_pay(tmp_path: Path) -> None:
     totals = CopyTotals(copies=9, inside_bytes=9_000_000, neighbour="c", kept=7, sent_bytes=7_000_000)
     totals = msgspec.structs.replace(totals, sent_late_bytes=700_000, sent_s=0.0125, received_s=0.034, behind=2)
+    totals = msgspec.structs.replace(totals, received_late_bytes=1_400_000)
     log = SpanLog(tmp_path, 0, 0)
     for step in range(6):
         log.write(msgspec.structs.replace(iteration(0, step), stages=1, copies=totals))
     log.close()
     said = show_bubbles(tmp_path, None)
     assert "node c has acknowledged 7 of them: 7.0 MB sent, 90.0 % of it begun in waits" in said, said
-    assert "12.5 ms of the processor here, 34.0 ms there; 2 copies are in the own memory only" in said, said
+    assert (
+        "12.5 ms of the processor here, 34.0 ms there, 80.0 % of it taken in while stages of that node waited" in said
+    )
+    assert "waited; 2 copies are in the own memory only" in said, said

@@ -278,8 +278,9 @@ class Agent:
         from everstep.net.auth import load_secret
         from everstep.net.rendezvous import SECRET_FILE
         from everstep.pipeline.copy_store import CopyStore
+        from everstep.pipeline.idle_board import IdleBoard
 
-        store = CopyStore()
+        store = CopyStore(IdleBoard(self.run_dir))
         try:
             secret = load_secret(self.run_dir / SECRET_FILE)
             self._copies_at = store.serve(self.host, self.node, secret, spec.tls == "all")

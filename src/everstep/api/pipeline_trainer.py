@@ -33,6 +33,7 @@ from everstep.pipeline.copy_recovery import KeptCopy
 from everstep.pipeline.copy_sender import CopySender
 from everstep.pipeline.copy_slots import CopyMemory, CopyMeta
 from everstep.pipeline.engine import PipelineEngine
+from everstep.pipeline.idle_board import IdleEntry
 from everstep.pipeline.known_schedules import check_schedule, homes, kind_of, parts_wanted
 from everstep.pipeline.links import add_up, tell_numbers
 from everstep.pipeline.parts import cut
@@ -128,15 +129,16 @@ class PipelineTrainer(GroupTrainer):
             return
         every = self._runtime.spec.copy_every
         life = int(self._runtime.incarnation)
-        sender = None
+        sender = entry = None
         if self._sync is not None:
             self._look_elsewhere(self._memory, self._sync)
         if self._runtime.spec.bind:
             me = self._runtime.slot, self._runtime.incarnation
             page, at_once = self._memory.page, every != "auto"
+            entry = IdleEntry(self._runtime.run_dir, self._runtime.slot, unit.index)
             sender = CopySender(page, unit.index, me, self._connect_copies, at_once=at_once)
         limit = 0 if every == "auto" else int(every)
-        copies = StageCopies(self._memory, unit.index, life, self.state, limit, sender=sender)
+        copies = StageCopies(self._memory, unit.index, life, self.state, limit, sender=sender, entry=entry)
         self.engine.copies, self.engine.about_copy = copies, self._about_copy
         recorder.copies = unit.waits = copies
         if self._sync is not None:

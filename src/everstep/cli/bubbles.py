@@ -98,11 +98,12 @@ def copies_described(records: Sequence[StageIteration]) -> list[str]:
 def _kept_described(copies: CopyTotals) -> str:
     """Return what the neighbour keeps of a stage's copies, and what that cost on both sides."""
     in_waits = 100 * (1 - copies.sent_late_bytes / copies.sent_bytes) if copies.sent_bytes else 0.0
+    there = 100 * (1 - copies.received_late_bytes / copies.sent_bytes) if copies.sent_bytes else 0.0
     behind = f"; {copies.behind} copies are in the own memory only, as one was on its way" if copies.behind else ""
     return (
         f"        node {copies.neighbour} has acknowledged {copies.kept} of them: {copies.sent_bytes / 1e6:.1f} MB sent"
         f", {in_waits:.1f} % of it begun in waits; {1e3 * copies.sent_s:.1f} ms of the processor here, "
-        f"{1e3 * copies.received_s:.1f} ms there{behind}"
+        f"{1e3 * copies.received_s:.1f} ms there, {there:.1f} % of it taken in while stages of that node waited{behind}"
     )
 
 

@@ -52,7 +52,8 @@ class CopyTotals(msgspec.Struct, frozen=True, kw_only=True):
     ``overruns``: waits behind which more than one block ended: a defect. ``interval``: one copy in so many iterations;
     ``reason``: why. ``neighbour``: the node whose agent keeps copies, too; ``kept``: copies that it has acknowledged;
     ``sent_bytes``: to it, ``sent_late_bytes``: of those, outside of waits; ``sent_s``, ``received_s``: the processor's
-    time that it took here and there. ``behind``: copies of the own memory that came and went meanwhile."""
+    time that it took here and there; ``received_late_bytes``: about so many were taken in outside of the waits of the
+    neighbour's own stages. ``behind``: copies of the own memory that came and went meanwhile."""
 
     copies: int = 0
     discarded: int = 0
@@ -71,6 +72,7 @@ class CopyTotals(msgspec.Struct, frozen=True, kw_only=True):
     sent_late_bytes: int = 0
     sent_s: float = 0.0
     received_s: float = 0.0
+    received_late_bytes: int = 0
     behind: int = 0
 
     @property

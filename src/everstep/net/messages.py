@@ -768,9 +768,11 @@ class StepDid(msgspec.Struct, frozen=True, tag="step_did", rename={"position": "
 
 
 class CopyTaken(msgspec.Struct, frozen=True, tag="copy_taken"):
-    """Says that it is taken. ``spent_s``: the processor's time that the agent has spent on this connection so far."""
+    """Says that it is taken. ``spent_s``: the processor's time that the agent has spent on this connection so far;
+    ``late_blocks``: blocks that it took in outside of its node's waits so far."""
 
     spent_s: float = 0.0
+    late_blocks: Whole = 0
 
 
 class KeptPart(msgspec.Struct, frozen=True, array_like=True):

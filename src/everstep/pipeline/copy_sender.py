@@ -97,6 +97,7 @@ class CopySender:
         self.kept = self.sent_bytes = self.late_bytes = 0
         self.sent_s = self.received_s = 0.0
         self._received_before_s = 0.0
+        self.received_late_blocks = self._late_before = 0
         page.sending[stage] = -1
         self._thread = threading.Thread(target=self._run, name="everstep-copies", daemon=True)
         self._thread.start()
@@ -262,6 +263,7 @@ class CopySender:
             raise WireError(answer.error)
         if isinstance(answer, CopyTaken):
             self.received_s = self._received_before_s + answer.spent_s
+            self.received_late_blocks = self._late_before + answer.late_blocks
 
     def _connected(self) -> CopyClient:
         place = self._page.place
@@ -275,7 +277,7 @@ class CopySender:
 
     def _disconnect(self) -> None:
         client, self._client = self._client, None
-        self._received_before_s = self.received_s
+        self._received_before_s, self._late_before = self.received_s, self.received_late_blocks
         if client is not None:
             client.close()
 

@@ -37,12 +37,17 @@ from everstep.net.messages import (
     StatePart,
 )
 from everstep.net.sockets import listen_tcp
+from everstep.pipeline.idle_board import IdleBoard
 from everstep.pipeline.slot_memory import BLOCK_BYTES, CopySlot, SlotHead, check_blocks
+from everstep.policies.receiving import has_room
 
 KEPT_SLOTS: Final = 2
 STAGES_MAX: Final = 4096
 READ_BYTES: Final = 4 << 20
 LOWEST_PRIORITY: Final = 19
+MOST_S: Final = 0.05
+"""So long a block waits for the node's own stages to be idle."""
+_LOOK_S: Final = 0.002
 _TEXT_MAX_BYTES: Final = 64 << 20
 _BODY_MAX_BYTES: Final = 1 << 41
 
@@ -96,7 +101,10 @@ class _WorkerCopies:
 class CopyStore:
     """Serves copies of stages. Thread-safe; ``close`` ends it, and forgets them."""
 
-    def __init__(self) -> None:
+    def __init__(self, board: IdleBoard | None = None) -> None:
+        """Take ``board``: what this node's own stages do; None: it has none."""
+        self._board = board
+        self._block_s = 0.0  # what a block took lately
         self._lock = threading.Lock()
         self._workers: dict[Slot, _WorkerCopies] = {}
         self._low = threading.local()
@@ -138,12 +146,28 @@ class CopyStore:
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
 
+    def _await_room(self, blocks: int) -> None:
+        """Wait until this node's own stages leave room for a block; a node that always computes is not waited for long.
+        Meanwhile nothing more is read from this sender."""
+        board = self._board
+        if board is None:
+            return
+        end = time.monotonic() + MOST_S
+        while not has_room(board.stages(), now := time.monotonic(), blocks * self._block_s):
+            if now >= end:
+                self._low.late = getattr(self._low, "late", 0) + blocks
+                return
+            time.sleep(_LOOK_S)
+
     def _answer(self, request: DataRequest, body: memoryview) -> tuple[DataAnswer, Sequence[Buffer]]:
         match request:
             case CopyBegun():
                 self._begin(request, body)
             case CopyBlocks():
+                self._await_room(request.count)
+                before_s = time.thread_time()
                 self._take(request, body)
+                self._block_s = (time.thread_time() - before_s) / max(1, request.count)
             case CopyEnded():
                 self._end(request)
             case CopiesDropped(slot, incarnation):
@@ -154,7 +178,8 @@ class CopyStore:
                 return self._read(request)
             case _:
                 return Bad(f"{type(request).__name__} is nothing for an agent that keeps copies"), ()
-        return CopyTaken(time.thread_time()), ()  # (a stage's connection has a thread of its own)
+        late = getattr(self._low, "late", 0)
+        return CopyTaken(time.thread_time(), late), ()  # (a stage's connection has a thread of its own)
 
     def _begin(self, r: CopyBegun, body: memoryview) -> None:
         if not r.stage < r.stages <= STAGES_MAX:

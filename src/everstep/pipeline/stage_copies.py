@@ -27,6 +27,7 @@ from everstep.model.stage_spans import CopyTotals
 from everstep.native import SpanCopier
 from everstep.pipeline.copy_sender import CopySender
 from everstep.pipeline.copy_slots import BLOCK_BYTES, CopyMemory, CopyMeta, CopySlot
+from everstep.pipeline.idle_board import IdleEntry
 from everstep.policies.copy_frequency import CopyCost, choose_interval, span_limits
 from everstep.policies.idle_spans import IdleSpan
 
@@ -67,9 +68,12 @@ class StageCopies:
         every: int = 0,
         clock: Callable[[], float] = time.perf_counter,
         sender: CopySender | None = None,
+        entry: IdleEntry | None = None,
     ) -> None:
-        """Take ``sender``: what sends copies to the neighbour; None: nothing does."""
-        self._sender = sender
+        """Take ``sender``: what sends copies to the neighbour; None: nothing does. ``entry``: where the agent of this
+        node reads when the stage waits."""
+        self._sender, self._entry = sender, entry
+        self._usual_s: tuple[float, ...] = ()  # of each wait
         self._sent: CopySlot | None = None  # on its way to the neighbour: not written meanwhile
         self._behind = 0
         self._memory, self._stage, self._life, self._state = memory, stage, life, state
@@ -243,10 +247,15 @@ class StageCopies:
             if limit:
                 self._ended_late = self._copier.counts()[3]
                 self._copier.open(limit)
+        if self._entry is not None:
+            usual = self._usual_s
+            self._entry.waits(time.monotonic(), usual[self._opening] if self._opening < len(usual) else 0.0)
         if self._sender is not None:
             self._sender.open()
 
     def wait_ends(self) -> None:
+        if self._entry is not None:
+            self._entry.computes()
         if self._sender is not None:
             self._sender.shut()
         if self._slot is not None:
@@ -305,12 +314,14 @@ class StageCopies:
         if any(len(lengths) < _LEAST for lengths in self._lengths):
             return
         self._limits_at = self._done + _LENGTHS
+        self._usual_s = tuple(fmean(lengths) for lengths in self._lengths)
         spans = [IdleSpan(0.0, fmean(lengths), pstdev(lengths)) for lengths in self._lengths]
         self._limits = span_limits(spans, counts[0] / counts[4], BLOCK_BYTES)
 
     def _remeasure(self) -> None:
         """The group is another one: what was measured does not count."""
         self._lengths, self._limits, self._limits_at = [], (), 0
+        self._usual_s = ()
         self._costs.clear()
 
     @property
@@ -342,6 +353,7 @@ class StageCopies:
             "sent_late_bytes": sender.late_bytes,
             "sent_s": sender.sent_s,
             "received_s": sender.received_s,
+            "received_late_bytes": min(sender.sent_bytes, sender.received_late_blocks * BLOCK_BYTES),
             "behind": self._behind,
         }
 
