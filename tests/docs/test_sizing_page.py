@@ -16,7 +16,7 @@ from everstep.cli.main import cli
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "sizing.md").read_text()
 LINES = [line for block in PAGE.split("```")[1::2] if block.startswith("sh\n") for line in block.splitlines()[1:]]
-RUNS = [line for line in LINES if line.startswith("everstep run") and "auto" not in line]
+RUNS = [line for line in LINES if line.startswith("everstep run") and "auto" not in line and "memory" not in line]
 SIZED = LINES[next(i for i, line in enumerate(LINES) if "--workers auto" in line) :]
 ESTIMATES = [line for line in LINES if line.startswith("everstep estimate") and "--no-run" not in line]
 SAMPLES = 12_000
@@ -118,6 +118,8 @@ def test_jobs_leave_records_that_estimates_use(reader: Reader) -> None:
         elif "--no-run" in line:
             assert "history: from job 1 (the same script, arguments and machine; 1 workers, 1 ps)" in text
             assert "history: from job 2" in text and "no tables" not in text
+        elif "--policy memory" in line:
+            assert "done: 12,000 samples" in text
         elif line.endswith("forget 1"):
             assert [record["number"] for record in reader.records()] == [2]
     assert reader.records() == []

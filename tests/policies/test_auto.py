@@ -47,7 +47,7 @@ def test_a_bound_of_memory_keeps_sizes_out() -> None:
     demands, mib = Demands(1e-3, 0.0, 1e-5), 1 << 20
     seen = look(100.0, (2, 1), demands, (8, 4))
     workers = tuple(msgspec.structs.replace(w, rss_bytes=100 * mib) for w in seen.workers)
-    servers = tuple(msgspec.structs.replace(s, rss_bytes=90 * mib, store_bytes=40 * mib) for s in seen.servers)
+    servers = tuple(msgspec.structs.replace(s, rss_bytes=90 * mib, row_bytes=40 * mib) for s in seen.servers)
     seen = msgspec.structs.replace(seen, workers=workers, servers=servers)
     assert memory_of(seen, (2, 1)) == 290 * mib and memory_of(seen, (3, 2)) == 440 * mib
     assert max(candidates(seen, (2, 1), 4)) == (8, 4)

@@ -142,7 +142,8 @@ def cli() -> None:
     help="Of a ps' time that rebuilds and new mirrors take while workers ask for rows, 0.01 to 1 (default 0.2).",
 )
 @click.option(
-    "--policy", help="none (default), shared, exclusive, backup, auto, your own module:callable; several with +."
+    "--policy",
+    help="none (default), shared, exclusive, backup, auto, memory, or module:callable; several with +.",
 )
 @click.option("--nonfinite", help="A batch with NaN/Inf gradients: raise (default) or skip.")
 @click.option(

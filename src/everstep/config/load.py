@@ -389,7 +389,7 @@ SPOT_POLICIES: Final = ("none", "hazard")
 RELIABLE: Final = ("master", "ps")
 _LISTS: Final = ("reliable",)
 """Settings that may be written as one text: ``master,ps``."""
-POLICIES: Final = ("none", "shared", "exclusive", "backup", "auto")
+POLICIES: Final = ("none", "shared", "exclusive", "backup", "auto", "memory")
 
 
 def _check_policy(spec: JobSpec, at: Mapping[str, str]) -> None:
@@ -438,6 +438,8 @@ def _check_one_policy(spec: JobSpec, name: str, where: str) -> None:
         raise ConfigError(f"{where}: no such policy; {what}")
     if colon and not (attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))):
         raise ConfigError(f"{where}: expected module:callable, such as mine:choose for choose in mine.py")
+    if name == "memory" and not spec.ps:
+        raise ConfigError(f"{where}: adds ps before one is full, and this job has none; leave it out")
     if name == "backup" and not steps:
         raise ConfigError(
             f"{where}: needs steps with a quorum (mode ps, consistency sync); {_words(spec)} has none: see shared"

@@ -106,7 +106,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     checkpoint_full_every: int = 8  # after so many incremental snapshots of a partition a full one is written
     ps_limit_bytes: int = 0  # memory for rows of one ps; 0: no limit
     on_full: Literal["error", "evict"] = "error"  # at that limit: refuse the push, or free rows not used for longest
-    policy: str = "none"  # none, shared, exclusive, backup, auto, one's own (module:callable); some of them with +
+    policy: str = "none"  # none, shared, exclusive, backup, auto, memory, one's own (module:callable); several with +
     optimize: Literal["time", "waste", "cost"] = "time"  # what policy auto chooses sizes for
     max_memory: str = ""  # policy auto: "16GB": of all workers and ps together; empty: any
     resume_from: str = ""  # directory or URL of checkpoints this job began from

@@ -21,6 +21,7 @@ from everstep.ids import Incarnation, NodeId
 from everstep.master.readings import Readings
 from everstep.model.decision import Decision
 from everstep.model.member import MemberKey, MemberState, Role
+from everstep.model.memory_limit import LIMITS, MemoryLimit
 from everstep.model.observation import Observations, Pace, ProcessLoad, ServerSeen, WorkerSeen
 from everstep.monitor.process_readings import clean_hardware
 from everstep.monitor.rotated import RotatedFile
@@ -55,6 +56,10 @@ class MemberLine(msgspec.Struct, kw_only=True, omit_defaults=True):
     cpu_share: float = 0.0
     throttled_share: float = 0.0
     rss_bytes: int = 0
+    rows: int = 0
+    row_bytes: int = 0
+    limit_bytes: int = 0
+    limit_used_bytes: int = 0
 
 
 class Observer:
@@ -106,7 +111,20 @@ class Observer:
             )
             for w in seen.workers
         ]
-        lines += [_line(at, s, service_s=s.service_s, queue=s.queue, bytes_per_s=s.bytes_per_s) for s in seen.servers]
+        lines += [
+            _line(
+                at,
+                s,
+                service_s=s.service_s,
+                queue=s.queue,
+                bytes_per_s=s.bytes_per_s,
+                rows=s.rows,
+                row_bytes=s.row_bytes,
+                limit_bytes=s.limit_bytes,
+                limit_used_bytes=s.limit_used_bytes,
+            )
+            for s in seen.servers
+        ]
         self._file.write([msgspec.json.encode(line) for line in lines])
 
     def close(self) -> None:
@@ -148,6 +166,7 @@ class Observer:
             min_ps=max(spec.min_ps, parse_code(spec.parity).width if spec.ps else 1),
             max_ps=min(spec.max_ps, spec.partitions),
             optimize=spec.optimize,
+            samples_done=self._readings.samples_done(brain, self._watch),
             max_memory_bytes=size_bytes(spec.max_memory) if spec.max_memory else 0,
         )
 
@@ -195,7 +214,7 @@ class Observer:
             rss_bytes=int(windows.last.get("rss_bytes", 0)) if windows is not None else 0,
             throttled_share=load.throttled_share,
             long_load=windows.load(at, long=True) if windows is not None else ProcessLoad(),
-            store_bytes=int(windows.last.get("store_bytes", 0)) if windows is not None else 0,
+            **_memory(windows.last if windows is not None else {}),
         )
 
     def _last(self, member: str, incarnation: int, name: str) -> float:
@@ -206,6 +225,18 @@ class Observer:
         """Return the samples that remain of the epochs that were asked for so far."""
         total = sum(d.epochs_known * d.plan.samples for d in self._brain.shards.datasets)
         return max(0, total - self._readings.samples_done(self._brain, self._watch))
+
+
+def _memory(last: Mapping[str, float]) -> dict[str, Any]:
+    """Return what a ps says of its memory."""
+    kind = int(last.get("limit_kind", 0))
+    return {
+        "rows": int(last.get("rows", 0)),
+        "row_bytes": int(last.get("row_bytes", 0)),
+        "limit_kind": LIMITS[kind] if kind < len(LIMITS) else MemoryLimit.NONE,
+        "limit_bytes": int(last.get("limit_bytes", 0)),
+        "limit_used_bytes": int(last.get("limit_used_bytes", 0)),
+    }
 
 
 def _up(record: SlotRecord) -> bool:

@@ -29,6 +29,10 @@ class MemoryLimit(Reason):
     """The memory of the machine."""
 
 
+LIMITS: Final = tuple(MemoryLimit)
+"""Readings have the number of a limit in this order; new ones come at the end."""
+
+
 class OutOfMemory(msgspec.Struct, frozen=True, array_like=True):
     """Says that a process died because there was no memory. Bytes: 0 if nobody knows."""
 

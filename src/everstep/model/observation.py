@@ -14,6 +14,7 @@ import msgspec
 from everstep.config.renamed import renamed_line
 from everstep.ids import Incarnation, NodeId, PartitionId, Slot
 from everstep.model.member import Role
+from everstep.model.memory_limit import MemoryLimit
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,7 +89,11 @@ class ServerSeen(msgspec.Struct, frozen=True, kw_only=True, rename={"partitions"
     rss_bytes: int = 0
     throttled_share: float = 0.0
     long_load: ProcessLoad = ProcessLoad()  # the same over the long window
-    store_bytes: int = 0  # of its rows and their indexes, mirrors included; part of ``rss_bytes``
+    row_bytes: int = 0  # of its rows and their indexes, mirrors included; part of ``rss_bytes``
+    rows: int = 0
+    limit_kind: MemoryLimit = MemoryLimit.NONE  # the limit of memory that leaves it least room
+    limit_bytes: int = 0  # 0: there is none
+    limit_used_bytes: int = 0
 
     def __str__(self) -> str:
         return f"{Role.PS}:{self.slot}"
@@ -131,3 +136,4 @@ class Observations(msgspec.Struct, frozen=True, kw_only=True):
     max_ps: int = 0
     optimize: str = "time"  # what sizes are chosen for: time, waste, cost
     max_memory_bytes: int = 0  # of all workers and ps together; 0: any
+    samples_done: int = 0

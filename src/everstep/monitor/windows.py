@@ -24,7 +24,8 @@ COUNTERS = (
 )  # fmt: skip
 AT_LEAST = "at_least_s"  # per sample of the step under way
 GAUGES = (
-    "rss_bytes", "batch", "accum", "global_batch", "loader_batch", "memory_batch", "rows", "store_bytes", "cores",
+    "rss_bytes", "batch", "accum", "global_batch", "loader_batch", "memory_batch", "rows", "cores",
+    "row_bytes", "limit_bytes", "limit_used_bytes", "limit_kind",
 )  # fmt: skip
 PHASE = "phase."
 _ABSURD = 1e15  # of anything: an hour is 3.6e3 s, a petabyte 1e15 bytes

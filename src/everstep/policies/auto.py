@@ -4,6 +4,8 @@ At each look with good readings the policy adds the rate at the present size to 
 asks for another size only if the model says, with its uncertainty, that this pays. Each change is then judged by the
 readings after it, like all others. A job gets at most ``AutoSettings.changes`` changes. The last one only goes to a
 size that was measured, or that is as good as certain to be better.
+
+What policy ``memory`` asks for comes first, is not counted, and bounds the number of ps from below.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import msgspec
 from everstep.model.decision import Decision
 from everstep.model.observation import Observations
 from everstep.model.plan import Plan, Scale
+from everstep.policies.memory_growth import GrowthState, memory_growth
 from everstep.policies.speed_model import SizeSeen, SpeedModel
 
 Size = tuple[int, int]
@@ -53,6 +56,7 @@ class AutoState(msgspec.Struct):
     last_words: str = ""  # the last thing that was said without a change
     at: float = 0.0  # of the last look
     remaining: int = 0
+    growth: GrowthState | None = None  # of the tables
 
 
 class WindowRead(msgspec.Struct, frozen=True):
@@ -72,8 +76,12 @@ class _Choice(NamedTuple):
 def auto(
     seen: Observations, state: AutoState | None, settings: AutoSettings = AutoSettings()
 ) -> tuple[Plan | None, AutoState]:
-    """Ask for another size if that pays."""
+    """Ask for another size if that pays, or if a ps would be full with this one."""
     state = msgspec.structs.replace(state, windows_of=dict(state.windows_of)) if state is not None else AutoState()
+    fuller, state.growth = memory_growth(seen, state.growth)
+    if fuller is not None:
+        return fuller, state
+    seen = msgspec.structs.replace(seen, min_ps=max(seen.min_ps, state.growth.least_ps))
     size = (seen.wanted_workers, seen.wanted_ps)
     since_s, done = seen.at - state.at, state.remaining - seen.remaining_samples
     known = state.at > 0 and state.remaining > 0 and seen.remaining_samples > 0 and since_s > 0
@@ -211,8 +219,8 @@ def within(seen: Observations, size: Size) -> bool:
 def memory_of(seen: Observations, size: Size) -> float:
     """Return the resident bytes that all workers and ps would have: a process more takes what the largest one of its
     role takes beside its rows, and the rows of all ps stay what they are."""
-    rows = sum(s.store_bytes for s in seen.servers)
-    own = max((s.rss_bytes - s.store_bytes for s in seen.servers), default=0)
+    rows = sum(s.row_bytes for s in seen.servers)
+    own = max((s.rss_bytes - s.row_bytes for s in seen.servers), default=0)
     return size[0] * max((w.rss_bytes for w in seen.workers), default=0) + size[1] * max(0, own) + rows
 
 

@@ -42,6 +42,7 @@ from everstep.model.memory_limit import MEMORY_STATUS
 from everstep.model.placement import Placement, PsPlace
 from everstep.model.reasons import Arrival
 from everstep.model.snapshot import PartitionSnapshot
+from everstep.monitor.memory_room import MemoryRoom
 from everstep.monitor.process_readings import ProcessReadings
 from everstep.net.auth import Identity, load_secret
 from everstep.net.control import ControlClient
@@ -92,7 +93,7 @@ class PsProcess:
         self._asked_to_go = False
         self._go_until = 0.0
         self._error: EverstepError | None = None
-        self._process = ProcessReadings()
+        self._process, self._room = ProcessReadings(), MemoryRoom()
         self.service = PsService.create(
             n_partitions=spec.partitions,
             seed=spec.seed,
@@ -342,7 +343,7 @@ class PsProcess:
         load_partition(self.service.store, place, snapshot)
 
     def _beat(self) -> Beat:
-        stats = self.service.store.stats()
+        stats, row_bytes = self.service.store.stats(), self.service.store.used_bytes()
         mirrors = self.service.mirrors
         machine, streams, lag = mirrors.machine, mirrors.streams, mirrors.lag
         # In this order: what is confirmed is never more than what was made.
@@ -358,6 +359,8 @@ class PsProcess:
                 **self.service.meter.readings(),
                 "rows": float(sum(stats.rows.values())),
                 "store_bytes": float(stats.bytes),
+                "row_bytes": float(row_bytes),
+                **self._room.readings(row_bytes, stats.bytes, self._spec.ps_limit_bytes),
                 "pushes": float(stats.pushes),
                 "pulls": float(stats.pulls),
                 "connections": float(self.server.connections),

@@ -635,6 +635,8 @@ class PsService:
                 raise  # refused whole, before anything was applied
             except BaseException as error:
                 # Some partitions may have it, the log does not: nothing of this ps can be vouched for any more.
+                if isinstance(error, MemoryError) and self.on_memory is not None:
+                    self.on_memory()
                 self._fail(f"ps:{self.slot} failed inside a push: {type(error).__name__}: {error}")
                 return Bad(self.failure)
             if before and done.applied:

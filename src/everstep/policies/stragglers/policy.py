@@ -8,6 +8,7 @@ from typing import Any
 from everstep.model.observation import Observations
 from everstep.model.plan import Plan
 from everstep.policies.auto import auto
+from everstep.policies.memory_growth import memory_growth
 from everstep.policies.stragglers.backup import backup
 from everstep.policies.stragglers.exclusive import exclusive
 from everstep.policies.stragglers.shared import shared
@@ -20,7 +21,14 @@ def none(seen: Observations, state: None) -> tuple[Plan | None, None]:
     return None, None
 
 
-SHIPPED: dict[str, Policy] = {"none": none, "shared": shared, "exclusive": exclusive, "backup": backup, "auto": auto}
+SHIPPED: dict[str, Policy] = {
+    "none": none,
+    "shared": shared,
+    "exclusive": exclusive,
+    "backup": backup,
+    "auto": auto,
+    "memory": memory_growth,
+}
 
 
 def composed(policies: Sequence[Policy]) -> Policy:

@@ -1,0 +1,57 @@
+"""Says which limit of memory leaves a ps least room, and how much of it is used."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import resource
+from pathlib import Path
+from typing import Final
+
+from everstep.model.memory_limit import LIMITS, MemoryLimit
+from everstep.monitor.cgroup_memory import LimitRead, MemoryGroup
+
+_KINDS: Final = (("VmData", resource.RLIMIT_DATA), ("VmSize", resource.RLIMIT_AS))
+
+
+def parse_process_bytes(text: str, name: str) -> int | None:
+    """Return the bytes of a line of ``/proc/self/status``, such as ``VmData:  1234 kB``. None: it is not there."""
+    found = re.search(rf"^{name}:\s+(\d{{1,15}}) kB$", text, re.ASCII | re.MULTILINE)
+    return 1024 * int(found[1]) if found is not None else None
+
+
+class MemoryRoom:
+    """Reads the limits of this process again and again: they may be changed from outside."""
+
+    def __init__(self, group: MemoryGroup | None = None, status: Path = Path("/proc/self/status")) -> None:
+        self._group = group if group is not None else MemoryGroup()
+        self._status = status
+
+    def __repr__(self) -> str:
+        return f"<room of {self._group!r}>"
+
+    def readings(self, row_bytes: int, mapped_bytes: int, ceiling_bytes: int) -> dict[str, float]:
+        """Return ``limit_bytes``, ``limit_used_bytes`` and ``limit_kind`` (number in ``LIMITS``) of the tightest limit;
+        {}: there is none. ``row_bytes``: of what a store's pool has mapped, so much is in use: the rest is room.
+        ``ceiling_bytes``: of rows; 0: none."""
+        found: list[tuple[MemoryLimit, LimitRead]] = []
+        if ceiling_bytes:
+            found.append((MemoryLimit.STORE, LimitRead(ceiling_bytes, row_bytes)))
+        spare = max(0, mapped_bytes - row_bytes)
+        text = ""
+        with contextlib.suppress(OSError):
+            text = self._status.read_text()
+        for name, kind in _KINDS:
+            limit, used = resource.getrlimit(kind)[0], parse_process_bytes(text, name)
+            if limit != resource.RLIM_INFINITY and used is not None:
+                found.append((MemoryLimit.PROCESS, LimitRead(limit, max(0, used - spare))))
+        if (group := self._group.limit()) is not None:
+            found.append((MemoryLimit.CONTAINER, group))
+        if not found:
+            return {}
+        which, read = min(found, key=lambda pair: pair[1].room)
+        return {
+            "limit_bytes": float(read.limit),
+            "limit_used_bytes": float(read.used),
+            "limit_kind": float(LIMITS.index(which)),
+        }

@@ -1,0 +1,267 @@
+"""Has ``memory``: ps are added, or partitions move, before a ps reaches its limit of memory.
+
+At each look the bytes of all tables are one reading of a curve over samples (``sizing.heaps``). Its upper prediction
+says how many bytes of rows each ps will have when another one could have taken over a part, with what a doubling of its
+indexes takes beside. If that is more than the share ``fill`` of what its limit leaves for rows, the policy asks for as
+many ps as hold the tables for three times as long, or moves partitions to ps that have room.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final, NamedTuple
+
+import msgspec
+
+from everstep.ids import PartitionId, Slot
+from everstep.model.decision import Decision
+from everstep.model.memory_limit import MemoryLimit
+from everstep.model.observation import Observations, ServerSeen
+from everstep.model.plan import MovePartitions, Plan, Scale
+from everstep.sizing.heaps import GrowthCurve, Reading
+from everstep.units import human_bytes
+
+KEPT: Final = 64
+"""Readings of the curve; when there are more, every second one of the older half goes."""
+
+DOUBLING: Final = 23
+"""Bytes that a row's entries of an index take in addition when the index is doubled (16 bytes at 70 % load)."""
+
+MARGIN: Final = 0.03
+"""Share of a limit that is kept free where others than rows use it, too."""
+
+MOVING: Final = 100_000_000
+"""Bytes of address space that a ps takes for a moment while partitions move; little of them is ever resident. The
+system's limit of a process counts them, other limits do not."""
+
+MOST: Final = 4
+"""Times as many ps as at first: without ``max_ps`` a policy may go so far alone."""
+
+_MOVES: Final = 8  # partitions at once
+
+
+class GrowthSettings(msgspec.Struct, frozen=True):
+    """Says when ``memory`` acts. Seconds; shares of a limit."""
+
+    lead_s: float = 10.0  # that a new ps takes to start, and partitions to begin to move
+    windows: float = 3.0  # ... and not less than so many windows: the next look, and one more, and the move
+    bytes_per_s: float = 100e6  # at which partitions move
+    fill: float = 0.85  # of what a limit leaves for rows, beyond which a ps counts as full
+    after: float = 0.7  # that rows shall take at most, ``ahead`` times as long from now
+    ahead: float = 3.0
+
+
+class GrowthState(msgspec.Struct):
+    """Holds the curve and what was asked for. ``least_ps``: fewer would not hold the tables; 0: unknown."""
+
+    readings: list[Reading] = []
+    at: float = 0.0
+    first_ps: int = 0
+    least_ps: int = 0
+    last_words: str = ""
+
+
+class Forecast(NamedTuple):
+    """Says how many bytes the rows of a ps will take soon, and how many its limit leaves for rows."""
+
+    server: ServerSeen
+    used: float
+    room: float
+
+    @property
+    def share(self) -> float:
+        return self.used / self.room if self.room > 0 else math.inf
+
+
+def memory_growth(
+    seen: Observations, state: GrowthState | None, settings: GrowthSettings = GrowthSettings()
+) -> tuple[Plan | None, GrowthState]:
+    """Ask for more ps, or move partitions, if a ps will be full before the next looks could help it."""
+    state = (
+        msgspec.structs.replace(state, readings=list(state.readings))
+        if state is not None
+        else GrowthState(first_ps=seen.wanted_ps)
+    )
+    rate = _take(seen, state)
+    if len(state.readings) < 2 or rate <= 0 or not any(s.limit_bytes > 0 for s in seen.servers):
+        return None, state
+    curve = GrowthCurve(state.readings)
+    lead_s = max(settings.lead_s, settings.windows * seen.window_s)
+    lead_s += max(s.row_bytes for s in seen.servers) / settings.bytes_per_s
+    soon = forecasts(seen, curve.after(_samples(seen, rate * lead_s)).high)
+    wanted = ps_needed(seen, curve.after(_samples(seen, settings.ahead * rate * lead_s)).high, settings.after)
+    most = _most(seen, state.first_ps)
+    state.least_ps = min(max(wanted, 1), seen.wanted_ps)
+    full = max(soon, key=lambda f: f.share)
+    if full.share <= settings.fill or seen.pending or len(seen.servers) != seen.wanted_ps:
+        return None, state
+    moves = _moves(soon, settings)
+    if wanted <= seen.wanted_ps and moves:
+        return _move(full, moves, lead_s), state
+    count = min(max(wanted, seen.wanted_ps + 1), most)
+    if wanted <= seen.wanted_ps and not _even(seen):
+        return None, state  # (partitions are on their way)
+    why = _no_room(seen, full.server, count)
+    words = (
+        f"{_full_words(full)} in {lead_s:.0f} s, if the tables grow by {human_bytes(curve.slope * rate)} a second as "
+        "they do now"
+    )
+    if why:
+        return _say(state, f"{words}; {why}")
+    inputs: dict[str, str | int | float | bool] = {
+        "limit": full.server.limit_kind.value,
+        "limit_bytes": full.server.limit_bytes,
+        "used_bytes": full.server.limit_used_bytes,
+        "expected_bytes": round(full.used),
+        "lead_s": round(lead_s, 1),
+        "bytes_per_sample": round(curve.slope, 3),
+        "exponent": round(curve.exponent, 3),
+    }
+    reason = f"{words}: {count} ps instead of {seen.wanted_ps}, before it is full"
+    return Plan(
+        actions=(Scale(workers=seen.wanted_workers, ps=count),), decision=Decision("scale", reason, inputs)
+    ), state
+
+
+def room_of(server: ServerSeen) -> float:
+    """Return the bytes that the limit of a ps leaves for rows, beside all else that counts against it; 0: none."""
+    if server.limit_kind is MemoryLimit.STORE:
+        return float(server.limit_bytes)
+    own = max(0, server.limit_used_bytes - server.row_bytes)
+    moving = MOVING if server.limit_kind is MemoryLimit.PROCESS else 0
+    return max(0.0, (1 - MARGIN) * server.limit_bytes - own - moving)
+
+
+def forecasts(seen: Observations, growth: float) -> list[Forecast]:
+    """Return what the rows of each ps with a limit will take, if all tables together grow by ``growth`` bytes: its
+    share of them, and its indexes doubled."""
+    total = sum(s.row_bytes for s in seen.servers)
+    return [
+        Forecast(s, s.row_bytes + growth * (s.row_bytes / total if total else 1.0) + DOUBLING * s.rows, room_of(s))
+        for s in seen.servers
+        if s.limit_bytes > 0
+    ]
+
+
+def ps_needed(seen: Observations, growth: float, share: float) -> int:
+    """Return how many ps, as tight as the tightest one, hold the tables with ``growth`` more bytes, if rows take at
+    most ``share`` of what a limit leaves for them. 0: it leaves nothing."""
+    total = sum(s.row_bytes for s in seen.servers) + growth
+    doubling = DOUBLING * sum(s.rows for s in seen.servers)
+    room = share * min(room_of(s) for s in seen.servers if s.limit_bytes > 0)
+    return math.ceil((total + doubling) / room) if room > 0 else 0
+
+
+def _take(seen: Observations, state: GrowthState) -> float:
+    """Add a reading; return the samples/s since the last look, 0.0: unknown. If samples or tables have gone back (a ps
+    was lost, tables were freed), the curve begins anew."""
+    now = Reading(seen.samples_done, float(sum(s.row_bytes for s in seen.servers)))
+    last = state.readings[-1] if state.readings else None
+    since_s, state.at = seen.at - state.at, seen.at
+    if len(seen.servers) != seen.wanted_ps or now.bytes <= 0:
+        return 0.0
+    if last is not None and (now.samples < last.samples or now.bytes < 0.9 * last.bytes):
+        state.readings = [now]
+        return 0.0
+    if last is None or now.samples > last.samples:
+        state.readings.append(now)
+    if len(state.readings) > KEPT:
+        half = len(state.readings) // 2
+        state.readings = [*state.readings[:half:2], *state.readings[half:]]
+    return (now.samples - last.samples) / since_s if last is not None and since_s > 0 else 0.0
+
+
+def _samples(seen: Observations, samples: float) -> int:
+    """Return so many samples, or what is left of the job."""
+    return math.ceil(min(samples, seen.remaining_samples) if seen.remaining_samples else samples)
+
+
+def _most(seen: Observations, first: int) -> int:
+    return max(seen.wanted_ps, seen.max_ps or MOST * max(1, first))
+
+
+def _even(seen: Observations) -> bool:
+    counts = [s.partitions for s in seen.servers]
+    return max(counts) - min(counts) <= 1
+
+
+def _moves(soon: list[Forecast], settings: GrowthSettings) -> dict[PartitionId, Slot]:
+    """Return partitions of ps that will be full, with ps that have room for them and will not be full either."""
+    used = {f.server.slot: f.used for f in soon}
+    found: dict[PartitionId, Slot] = {}
+    for full in sorted(soon, key=lambda f: -f.share):
+        server = full.server
+        if full.share <= settings.fill or server.partitions < 2 or not server.owned:
+            continue
+        each = server.row_bytes / server.partitions
+        for partition in server.owned:
+            if used[server.slot] <= settings.after * full.room or len(found) == _MOVES:
+                break
+            takers = [
+                f
+                for f in soon
+                if f.server.slot != server.slot
+                and partition not in f.server.closed
+                and used[f.server.slot] + each <= settings.after * f.room
+            ]
+            if not takers:
+                break
+            taker = min(takers, key=lambda f: (used[f.server.slot] / f.room, f.server.slot)).server
+            found[partition] = taker.slot
+            used[server.slot] -= each
+            used[taker.slot] += each
+    return found
+
+
+def _move(full: Forecast, moves: dict[PartitionId, Slot], lead_s: float) -> Plan:
+    to = ", ".join(f"ps:{slot}" for slot in sorted(set(moves.values())))
+    words = f"{_full_words(full)} in {lead_s:.0f} s: {len(moves)} partitions move to {to}, which has room"
+    inputs: dict[str, str | int | float | bool] = {
+        "limit": full.server.limit_kind.value,
+        "limit_bytes": full.server.limit_bytes,
+        "used_bytes": full.server.limit_used_bytes,
+        "expected_bytes": round(full.used),
+    }
+    return Plan(actions=(MovePartitions(owners=moves),), decision=Decision("move", words, inputs))
+
+
+_LIMIT_WORDS: Final = {
+    MemoryLimit.NONE: "its limit",
+    MemoryLimit.STORE: "ps_limit_bytes",
+    MemoryLimit.PROCESS: "the limit of its process",
+    MemoryLimit.CONTAINER: "the limit of its container",
+    MemoryLimit.MACHINE: "the memory of its machine",
+}
+
+
+def _full_words(full: Forecast) -> str:
+    limit = f"{_LIMIT_WORDS[full.server.limit_kind]} ({human_bytes(full.server.limit_bytes)})"
+    return f"{full.server} would have {human_bytes(full.used)} of rows, and {limit} leaves {human_bytes(full.room)},"
+
+
+def _no_room(seen: Observations, server: ServerSeen, count: int) -> str:
+    """Return why no ps can be added, and what helps; "": one can."""
+    if count <= seen.wanted_ps:
+        return f"there may be no more than {seen.wanted_ps} ps: raise --max-ps"
+    if not seen.ps_places:
+        return "no node would take another ps: add a node, or raise the limit"
+    if server.limit_kind is MemoryLimit.CONTAINER and all(node == server.node for node in seen.ps_places):
+        return f"another ps on {server.node} would share that limit: raise it, or add a node"
+    if seen.max_memory_bytes and _resident(seen, count) > seen.max_memory_bytes:
+        return f"{count} ps would bring the job above --max-memory: raise it"
+    return ""
+
+
+def _resident(seen: Observations, ps: int) -> float:
+    own = max((s.rss_bytes - s.row_bytes for s in seen.servers), default=0)
+    rows = sum(s.row_bytes for s in seen.servers)
+    return sum(w.rss_bytes for w in seen.workers) + rows + ps * max(0, own)
+
+
+def _say(state: GrowthState, words: str) -> tuple[Plan | None, GrowthState]:
+    """Return a plan without actions, which is only said, unless there was nothing else to say last."""
+    what = words.partition(";")[2]
+    if state.last_words == what:
+        return None, state
+    state.last_words = what
+    return Plan(actions=(), decision=Decision("keep the size", words, {})), state
