@@ -98,7 +98,7 @@ OLD_NAMES = {
 """Whole names of before; their words are plain English elsewhere."""
 
 STILL = {
-    "image": (r"cli/(main|cluster_job)\.py", r"platforms/kubernetes/.*"),  # of a container
+    "image": (r"cli/(main|cluster_(job|operator))\.py", r"platforms/kubernetes/.*"),  # of a container
     "told": (r"ps/mirror_server\.py",),  # a name of the kernels in C++
     "bucket": (
         r"allreduce/(gradient_buckets|reducer|unit_reducer|logical|sharded)\.py",  # they are called so everywhere

@@ -37,6 +37,35 @@ MODES = {
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_a_job_survives_a_drained_and_a_dead_node(run: KubeRun, mode: str) -> None:
+    run.write(10, sparse=mode == "ps")
+    run.start_operator()
+    run.submit(**{k: dict(v) if isinstance(v, dict) else v for k, v in MODES[mode].items()})  # type: ignore[attr-defined]
+    run.whole()
+    run.trained(200)
+
+    def on(node: str) -> list[str]:
+        pods = run.server.store.all("pods", "default")
+        return [name_of(p) for p in pods if p["spec"].get("nodeName") == node and p["status"]["phase"] == "Running"]
+
+    drained = run.pods("worker")[0]["spec"]["nodeName"]
+    until(lambda: not run.nodes.drain(drained) and not on(drained), run.story)  # (budgets: it is asked again)
+    run.whole()
+    run.trained(200)
+    run.server.merge(run.server.of("nodes"), "", drained, {"spec": {"unschedulable": False}})
+
+    home = run.pods("master")[0]["spec"]["nodeName"]
+    dead = next(p["spec"]["nodeName"] for p in run.pods() if p["spec"]["nodeName"] != home)
+    lost = on(dead)
+    run.nodes.kill_node(dead)
+    until(lambda: not set(lost) & {name_of(p) for p in run.pods()}, run.story)
+    run.whole()
+    run.trained(200)
+    run.ended_well()
+    run.nothing_left()
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_a_job_survives_pods_nodes_and_its_operator(run: KubeRun, mode: str) -> None:
     run.write(20, sparse=mode == "ps")
     run.start_operator()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kube_world import World, job
 
@@ -183,7 +183,7 @@ happening = st.one_of(
 )
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(derandomize=True, deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(happening, max_size=40))
 def test_an_operator_killed_anywhere_writes_once_it_is_back_and_the_job_goes(happened: list[tuple[str, int]]) -> None:
     world = World(job(out="s3://team/flights"))

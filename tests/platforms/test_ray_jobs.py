@@ -3,6 +3,7 @@ counts once."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -96,6 +97,38 @@ print(ray.get(actor.ended.remote()))
         [sys.executable, "-c", code, ray.address], capture_output=True, text=True, timeout=180, check=False
     )
     assert done.returncode == 0 and "(" in done.stdout, done.stderr
+    until(lambda: ray.left() == "[[], []]", ray.left)
+
+
+def test_the_autoscaler_is_asked_where_capacity_lacks_and_asked_no_more_at_the_end(ray: RayHere) -> None:
+    """No autoscaler runs here: what it reads is looked at."""
+    code = """
+import ray, sys, json
+from ray.autoscaler._private.constants import AUTOSCALER_RESOURCE_REQUEST_CHANNEL as WISH
+from ray.experimental.internal_kv import _internal_kv_get
+from everstep.ids import NodeId
+from everstep.platforms.ray_cluster import RayCluster, connect_ray
+connect_ray(sys.argv[1])
+words = lambda node: ["--join", "127.0.0.1:1", "--node", node]
+cluster = RayCluster("wish", 2, 0, words, lambda: b"x", lambda line: None)
+def wish():
+    return [each["resources"] for each in json.loads(_internal_kv_get(WISH) or b"[]")]
+free, nodes = sum(offer.count for offer in cluster.offers()), [NodeId(f"n{i}") for i in range(9)]
+cluster.add(nodes[:1])
+seen = [free, wish()]
+cluster.add(nodes[1:free + 2])
+seen.append(len(wish()))
+cluster.cancel(nodes[0])
+seen += [len(wish()), wish()[0]]
+cluster.close()
+print(json.dumps([*seen, wish()]))
+"""
+    argv = [sys.executable, "-c", code, ray.address]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    free, none, asked, fewer, bundle, withdrawn = json.loads(done.stdout.splitlines()[-1])
+    assert free == 3 and none == [] and asked == free + 2 and fewer == free + 1
+    assert bundle == {"CPU": 2} and withdrawn == []
     until(lambda: ray.left() == "[[], []]", ray.left)
 
 

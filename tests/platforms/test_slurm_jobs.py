@@ -3,6 +3,7 @@ sample counts once."""
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -130,6 +131,24 @@ def test_a_node_with_a_time_limit_is_replaced_before_its_end(run: ClusterRun, sl
     run.whole(2)
     assert "ps:0 lost" not in (run.folder / "everstep.log").read_text(), "it was empty when it ended"
     run.ends_well()
+    nothing_left(slurm)
+
+
+def test_scripts_find_the_variables_of_torchrun(run: ClusterRun, slurm: SlurmHere) -> None:
+    run.write(2, sparse=True)
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_JOB_ID")
+    said = f"repr({{n: os.environ[n] for n in {names}}})"
+    note = f"open({str(run.folder)!r} + '/env-' + os.environ['RANK'], 'w').write({said})"
+    run.script.write_text(run.script.read_text().replace("job = es.join()\n", f"job = es.join()\n{note}\n", 1))
+    settings = run.folder / "job.yaml"
+    settings.write_text("torchrun_env: true\n")
+    run.start("-c", str(settings), "--on", "slurm", "--partition", "spot", "--nodes", "2", *PS[:1], "2", "--ps", "2")
+    run.whole(2)
+    run.ends_well()
+    found = [ast.literal_eval(p.read_text()) for p in sorted(run.folder.glob("env-*"))]
+    assert [f["RANK"] for f in found] == ["0", "1"] and {f["WORLD_SIZE"] for f in found} == {"2"}, found
+    assert {(f["LOCAL_RANK"], f["LOCAL_WORLD_SIZE"]) for f in found} == {("0", "1")}, found
+    assert len({f["SLURM_JOB_ID"] for f in found}) == 2, "each node is a job of its own"
     nothing_left(slurm)
 
 

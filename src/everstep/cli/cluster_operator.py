@@ -15,6 +15,7 @@ import click
 
 from everstep.brain.events import ScaleAsked, SuspendAsked
 from everstep.cli.link import ask_address
+from everstep.errors import ConfigError
 from everstep.ids import NodeId
 from everstep.model.job_view import JobView
 from everstep.model.member import Address, Role
@@ -138,6 +139,23 @@ def run_demo(folder: Path, port: int, nodes: int) -> int:
         operator.close()
         thread.join(30)
     return 0
+
+
+def write_chart(folder: Path, image: str) -> None:
+    """Write the operator's Helm chart. Raises ConfigError: something else is in the folder, or it cannot be written."""
+    from everstep import __version__
+    from everstep.platforms.kubernetes.chart import chart
+
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())) and not (folder / "Chart.yaml").is_file():
+        raise ConfigError(f"--chart {folder}: has something else in it; name a new folder, or one with a chart")
+    files = chart(image, __version__)
+    try:
+        for path, text in files.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_text(text)
+    except OSError as error:
+        raise ConfigError(f"--chart {folder}: cannot be written: {error.strerror or error}") from None
+    click.echo(f"{len(files)} files in {folder}; helm install everstep {folder} --namespace train --create-namespace")
 
 
 @contextlib.contextmanager

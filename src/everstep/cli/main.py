@@ -787,6 +787,7 @@ def submit(file: Path, context: str, namespace: str, image: str, out: str) -> No
 @click.option("--nodes", type=click.IntRange(1, 100), default=3, show_default=True, help="Of the demo.")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Of the demo's API server (default: any).")
 @click.option("--manifests", is_flag=True, help="Print what the operator needs in a cluster, for kubectl apply -f -.")
+@click.option("--chart", type=click.Path(path_type=Path), help="Write the same as a Helm chart into this folder.")
 @click.option("--image", default="everstep:latest", show_default=True, help="Of the operator, in the manifests.")
 def operator(
     context: str,
@@ -797,6 +798,7 @@ def operator(
     nodes: int,
     port: int,
     manifests: bool,
+    chart: Path | None,
     image: str,
 ) -> None:
     """Keep the jobs of a Kubernetes namespace."""
@@ -805,8 +807,11 @@ def operator(
 
         click.echo(printed_manifests(namespace or "everstep", image), nl=False)
         return
-    from everstep.cli.cluster_operator import run_demo, run_operator
+    from everstep.cli.cluster_operator import run_demo, run_operator, write_chart
 
+    if chart is not None:
+        write_chart(chart, image)
+        return
     raise SystemExit(run_demo(folder, port, nodes) if demo else run_operator(context, namespace, not no_lease))
 
 

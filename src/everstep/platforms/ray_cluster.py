@@ -120,7 +120,10 @@ class RayCluster:
         self._nodes: dict[NodeId, RayNode] = {}
         self._groups: dict[int, Any] = {}
         self._drains_hidden = False
+        self._wished = 0  # nodes for which Ray's autoscaler was asked; -1: an earlier everstep run may have asked
         self._adopt()
+        if self._nodes:
+            self._wished = -1
 
     def __repr__(self) -> str:
         return f"<{self._bundles!r} of {self._group}>"
@@ -190,6 +193,7 @@ class RayCluster:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         with _ray_errors("request"):
+            lacks = sum(offer.count for offer in self.offers()) < len(nodes)
             placed, made = self._bundles.assign(nodes, self._placed_now())
             if made is not None:
                 number, size = made
@@ -218,6 +222,20 @@ class RayCluster:
                     .remote(self._words(node), self._secret(), node, group)
                 )
                 self._hold(node, actor)
+            if lacks or self._wished:
+                self._wish()
+
+    def _wish(self) -> None:
+        """Ask Ray's autoscaler for machines for all nodes that are held or waited for; for none: withdraw the request.
+        A cluster has one such request: that of the job that asked last."""
+        from ray.autoscaler.sdk import request_resources
+
+        if self._wished == len(self._nodes):
+            return
+        bundle = {name: int(count) for name, count in self._resources.items()}
+        request_resources(bundles=[dict(bundle) for _ in self._nodes])
+        self._wished = len(self._nodes)
+        self._say(f"capacity: ray: its autoscaler is asked for machines for {self._wished} nodes")
 
     def _placed_now(self) -> set[BundlePlace]:
         """Return the bundles of this job that are on a machine that lives."""
@@ -245,6 +263,9 @@ class RayCluster:
                 ray.kill(held.actor, no_restart=True)
         for number in self._bundles.free([node]):
             self._remove(number)
+        with contextlib.suppress(Exception):  # (the next change, or the end, says it again)
+            if self._wished:
+                self._wish()
 
     def _remove(self, number: int) -> None:
         from ray.util.placement_group import remove_placement_group
@@ -283,6 +304,8 @@ class RayCluster:
                 self.cancel(node)
             for number in list(self._groups):
                 self._remove(number)
+            if self._wished:
+                self._wish()
             end = time.monotonic() + _GONE_S
             while time.monotonic() < end:
                 groups = [e for e in placement_group_table().values() if e["state"] != "REMOVED"]
