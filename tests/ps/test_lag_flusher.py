@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from everstep.ids import PartitionId
 from everstep.model.shard import shard_key
 from everstep.model.table import InitSpec, OptimizerKind, OptimizerSpec, TableSpec
 from everstep.native import Store
@@ -14,14 +15,24 @@ LONG_S, SHORT_S = 1e5, 1e-7
 class Ps:
     """A store with four protected partitions; how far its mirrors are, the clock and the requests are played."""
 
-    def __init__(self, lag_s: float) -> None:
+    def __init__(self, lag_s: float, *groups: tuple[int, ...]) -> None:
         self.store = Store(4, 1)
         self.store.declare(TableSpec("t", 2, OptimizerSpec(OptimizerKind.SGD, 0.1), InitSpec()))
         self.store.own([0, 1, 2, 3])
         self.store.protect([0, 1, 2, 3], True)
         self.done = self.sent = self.requests = self.lease = 0
         self.now = 100.0
-        self.lag = LagFlusher(self.store, lag_s, lambda: self.done, self.send, lambda: self.requests, lambda: self.now)
+        self.groups = groups or ((0,), (1,), (2,), (3,))
+        self.lag = LagFlusher(
+            self.store, lag_s, lambda: self.done, self.send, lambda: self.requests, self.by_holder, lambda: self.now
+        )
+
+    def by_holder(self) -> dict[tuple[int, int], list[PartitionId]]:
+        return {(slot, 1): [PartitionId(b) for b in group] for slot, group in enumerate(self.groups)}
+
+    def open(self) -> list[int]:
+        """Return the partitions with an open change, which is flushed by that."""
+        return [b for b in range(4) if self.store.flush(b)]
 
     def send(self) -> None:
         self.sent += 1
@@ -39,7 +50,40 @@ def test_what_is_not_due_stays_open() -> None:
     assert (ps.sent, ps.store.lag().partitions) == (0, 4)
 
 
-def test_what_is_due_is_sent_one_partition_at_a_time() -> None:
+def test_partitions_with_mirrors_at_the_same_ps_are_sent_together() -> None:
+    ps = Ps(SHORT_S, (0, 2), (1, 3))
+    ps.change()
+    ps.requests += 1
+    ps.lag.look()
+    assert (ps.sent, ps.open()) == (1, [1, 3])
+    ps.change()
+    ps.lag.look()  # the other group has waited for longer
+    assert (ps.sent, ps.open()) == (2, [0, 2])
+
+
+def test_a_group_without_changes_lets_the_next_one_go() -> None:
+    ps = Ps(SHORT_S, (0, 2), (1, 3))
+    ps.change()
+    assert ps.store.flush(0) and ps.store.flush(2)
+    ps.lag.look()
+    assert (ps.sent, ps.open()) == (1, [])
+
+
+def test_what_has_no_mirror_yet_is_flushed_when_it_is_due() -> None:
+    ps = Ps(SHORT_S, (0, 2))
+    ps.change()
+    for left in (2, 1, 0):
+        ps.requests += 1
+        ps.lag.look()
+        assert ps.store.lag().partitions == left
+    assert ps.sent == 3
+    ps = Ps(LONG_S, (0, 2))
+    ps.change()
+    ps.lag.look()
+    assert ps.open() == [0, 1, 2, 3]
+
+
+def test_what_is_due_is_sent_one_group_at_a_time() -> None:
     ps = Ps(SHORT_S)
     ps.change()
     for left in (3, 2, 1, 0):

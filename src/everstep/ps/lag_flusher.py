@@ -1,10 +1,11 @@
 """Decides when mirrors that may lag (``protect: lag``) are sent what they lack, and knows how far behind they are.
 
-The store keeps a protected partition's changes open (native/lag.cpp); ``look`` flushes those that are due, a partition
-at a time, and the later the better: a row that is changed again meanwhile costs nothing more. A partition may be
-flushed from ``EARLY`` of the lag on, while no worker asks for anything or when its turn has come; at ``DUE`` it is
-flushed whoever asks. So the work is spread over the lag, and yields to pulls and pushes. A push flushes what is older
-than ``LATE`` lags itself (``Store.set_lag``), where this thread does not get to it.
+The store keeps a protected partition's changes open (native/lag.cpp); ``look`` flushes those that are due, a group at a
+time, and the later the better: a row that is changed again meanwhile costs nothing more. A group is the partitions
+whose mirrors are at one ps: what is flushed together is one message to it. A group may be flushed from ``EARLY`` of the
+lag on, while no worker asks for anything or when its turn has come; at ``DUE`` it is flushed whoever asks. So the work
+is spread over the lag, and yields to pulls and pushes. A push flushes what is older than ``LATE`` lags itself
+(``Store.set_lag``), where this thread does not get to it.
 
 ``confirmed`` follows: all changes that were opened up to this number are at all mirrors.
 """
@@ -14,10 +15,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from everstep import faultpoints
+from everstep.ids import PartitionId
 from everstep.native import LagState, Store
+from everstep.protect.replication import PeerKey
 
 EARLY, DUE, LATE = 0.7, 0.9, 2.0
 """Shares of the lag; see above."""
@@ -34,7 +37,8 @@ OPEN_PUSHES = 1 << 20
 
 class LagFlusher:
     """See the module's docstring. Thread-safe. ``done_ticket()``: up to which ticket of the outbox all mirrors have
-    everything; ``send()``: what is in the outbox shall go out; ``requests()``: how many pulls and pushes there were."""
+    everything; ``send()``: what is in the outbox shall go out; ``requests()``: how many pulls and pushes there were;
+    ``groups()``: the protected partitions by the ps that has their first mirror."""
 
     def __init__(
         self,
@@ -43,6 +47,7 @@ class LagFlusher:
         done_ticket: Callable[[], int],
         send: Callable[[], None],
         requests: Callable[[], int],
+        groups: Callable[[], Mapping[PeerKey, Sequence[PartitionId]]],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.lag_s = lag_s
@@ -51,10 +56,12 @@ class LagFlusher:
         self.behind_s = 0.0
         """Age of the oldest change that some mirror lacks, as of the last look."""
         self._store, self._done_ticket, self._send, self._requests, self._now = store, done_ticket, send, requests, now
+        self._groups = groups
         self._lock = threading.Lock()
         self._sent: deque[tuple[int, int]] = deque()  # (all up to this number is in the outbox, its ticket then)
         self._opened: deque[tuple[int, float]] = deque()  # (number of the newest change, when it was seen first)
         self._asked, self._flushed_at = 0, now()
+        self._flushed: dict[PeerKey, float] = {}  # when each group was
         store.set_lag(OPEN_BYTES, OPEN_PUSHES, LATE * lag_s)
 
     def __repr__(self) -> str:
@@ -72,10 +79,11 @@ class LagFlusher:
         idle, self._asked = asked == self._asked, asked
         flushed = 0
         if lag.partitions:
-            if lag.oldest_s >= DUE * self.lag_s:
-                flushed = self._store.flush_older(DUE * self.lag_s, 1)
-            elif lag.oldest_s >= EARLY * self.lag_s and (idle or now >= self._turn_at(lag)):
-                flushed = self._store.flush_older(EARLY * self.lag_s, 1)
+            groups = self._groups()
+            self._flushed = {key: self._flushed.get(key, 0.0) for key in groups}
+            due = lag.oldest_s >= DUE * self.lag_s
+            if due or (lag.oldest_s >= EARLY * self.lag_s and (idle or now >= self._turn_at())):
+                flushed = self._flush(groups, now, due)
         if flushed:
             self._flushed_at = now
             faultpoints.reach("after_flush")
@@ -85,9 +93,18 @@ class LagFlusher:
             self._advance(now, lag)
         return self._pause_s(now, lag)
 
-    def _turn_at(self, lag: LagState) -> float:
-        """Return when the next partition has its turn, at equal distances within the lag. Some are open."""
-        return self._flushed_at + DUE * self.lag_s / lag.partitions
+    def _flush(self, groups: Mapping[PeerKey, Sequence[PartitionId]], now: float, due: bool) -> int:
+        """Return how many partitions were flushed: of the group whose last flush is longest ago and that has something
+        open, else one that is ``due``."""
+        for key in sorted(groups, key=lambda key: (self._flushed[key], key)):
+            self._flushed[key] = now
+            if flushed := sum(self._store.flush(partition) for partition in groups[key]):
+                return flushed
+        return self._store.flush_older(DUE * self.lag_s, 1) if due else 0  # its mirrors are being placed
+
+    def _turn_at(self) -> float:
+        """Return when the next group has its turn, at equal distances within the lag."""
+        return self._flushed_at + DUE * self.lag_s / max(1, len(self._flushed))
 
     def _pause_s(self, now: float, lag: LagState) -> float:
         """Return how long nothing can become due. Each look costs: it wakes a thread, and takes the mutexes of all
@@ -96,7 +113,7 @@ class LagFlusher:
         if not lag.partitions:
             return most_s
         early_s = EARLY * self.lag_s - lag.oldest_s
-        due_s = min(self._turn_at(lag) - now, DUE * self.lag_s - lag.oldest_s)
+        due_s = min(self._turn_at() - now, DUE * self.lag_s - lag.oldest_s)
         return min(most_s, max(0.001, early_s, due_s))
 
     def advance(self) -> tuple[int, int]:

@@ -288,7 +288,18 @@ class MirrorServer:
 
     def may_lag(self, lag_s: float, requests: Callable[[], int]) -> None:
         """Let mirrors be so far behind (``protect: lag``). ``requests()``: how many pulls and pushes there were."""
-        self.lag = LagFlusher(self._store, lag_s, lambda: self.streams.done_ticket, self.drain, requests)
+        self.lag = LagFlusher(
+            self._store, lag_s, lambda: self.streams.done_ticket, self.drain, requests, self._by_holder
+        )
+
+    def _by_holder(self) -> dict[PeerKey, list[PartitionId]]:
+        """Return the partitions that have mirrors, by the ps that has the first one."""
+        found: dict[PeerKey, list[PartitionId]] = {}
+        with self.lock:
+            for partition, peers in self.streams.routes.items():
+                if peers:
+                    found.setdefault(peers[0], []).append(partition)
+        return found
 
     def room(self, deadline: float) -> bool:
         """Wait until not too much is unsent, and mirrors are not too far behind; False: they still are."""
