@@ -255,9 +255,9 @@ def test_two_models_of_one_class_have_two_names() -> None:
 
 def test_auto_samples_less_often_where_a_sample_costs_more(join: Join) -> None:
     sampler = GraphSampler(join(seed=7)._trainer, "auto")
-    assert sampler._plan(cost_s=0.001, passed_s=1.0, steps=100) == 50  # of steps of 10 ms: 0.2 %
+    assert sampler._plan(cost_s=0.004, passed_s=1.004, steps=100) in (199, 200)  # of steps of 10 ms: 0.2 %
     assert sampler._plan(cost_s=0.01, passed_s=1.01, steps=100) in (499, 500)
-    assert sampler._plan(cost_s=0.0, passed_s=1.0, steps=1) == 20
+    assert sampler._plan(cost_s=0.0, passed_s=1.0, steps=1) == 100
     assert sampler._plan(cost_s=9.0, passed_s=9.0, steps=20) == 100_000
 
 

@@ -29,12 +29,12 @@ from everstep.model.graph_readings import (
 COST_SHARE: Final = 0.002
 """Of the steps' time that sampling may take with ``auto``; the promise is 0.005."""
 _FIRST: Final = 10  # the step that is sampled first: what comes before prepares much
-_LEAST: Final = 20  # steps between two samples
+_LEAST: Final = 100  # steps between two samples
 _MOST: Final = 100_000
 _HOT_OF_STEP: Final = 64  # keys of a step that count towards the hottest
 _HOT_KEPT: Final = 512  # ... and of all steps, of one table
 _REPORT_S: Final = 5.0  # between two beats that have the readings
-_WITH_TORCH: Final = 1.5  # so many times its own time a hook costs, with what torch does to call it
+_WITH_TORCH: Final = 3.0  # so many times its own time a hook costs, with what torch does to call it
 _TREE_STEPS: Final = 16  # sampled steps after which the modules are listed anew: the script may change its model
 
 
@@ -90,6 +90,7 @@ class GraphSampler:
         self._total_s = 0.0  # of all steps since the first sample
         self._reported = 0  # steps that were told
         self._reported_at = 0.0
+        self._plans = 0
         self._in_loop = False
 
     def __repr__(self) -> str:
@@ -141,10 +142,12 @@ class GraphSampler:
         """Return after how many steps the next one is sampled. ``passed_s``: that the last ``steps`` took."""
         with self._lock:
             self._cost_s += cost_s
+            self._plans += 1
             self._total_s += passed_s
             if self._setting == "auto":
                 step_s = max(1e-9, (passed_s - cost_s) / max(1, steps))
-                self.every = int(min(_MOST, max(_LEAST, cost_s / (COST_SHARE * step_s))))
+                typical_s = max(cost_s, self._cost_s / self._plans)  # (one cheap sample says little)
+                self.every = int(min(_MOST, max(_LEAST, typical_s / (COST_SHARE * step_s))))
             return self.every
 
     # ------------------------------------------------------------ one sampled step

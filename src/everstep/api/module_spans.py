@@ -240,9 +240,11 @@ class _Begins:
         self._calls, self._recorder = calls, recorder
 
     def __call__(self, grads: Any) -> None:
+        began = time.perf_counter_ns()
         moment = self._recorder.moment()
         for call in self._calls:
             call.backward.append([moment])
+        self._recorder.hooks_ns += time.perf_counter_ns() - began
 
 
 class _Ends:
@@ -252,10 +254,12 @@ class _Ends:
         self._calls, self._recorder = calls, recorder
 
     def __call__(self, grads_in: Any, grads_out: Any) -> None:
+        began = time.perf_counter_ns()
         moment = self._recorder.moment()
         for call in self._calls:
             if call.backward and len(call.backward[-1]) == 1:
                 call.backward[-1].append(moment)
+        self._recorder.hooks_ns += time.perf_counter_ns() - began
 
 
 def _in_backward() -> bool:
