@@ -83,11 +83,15 @@ def by_torchrun(args: argparse.Namespace) -> None:
             schedule.step(x[at : at + BATCH])
         opt.step()
         steps.add(step)
-        if (step + 1) % SAVE_EVERY == 0:
+        if (step + 1) % args.save_every == 0:
+            began_s = time.perf_counter()
             torch.save({"step": step + 1, "model": part.state_dict(), "opt": opt.state_dict()}, f"{saved}.new")
             if saved.exists():
                 saved.replace(f"{saved}.before")
             Path(f"{saved}.new").replace(saved)
+            if args.costs and not rank:
+                with Path(args.costs).open("a") as file:
+                    file.write(f"{time.perf_counter() - began_s}\n")
 
 
 if __name__ == "__main__":
@@ -95,6 +99,8 @@ if __name__ == "__main__":
     parser.add_argument("--by", choices=("everstep", "torchrun"), required=True)
     parser.add_argument("--steps", required=True)
     parser.add_argument("--pause", type=float, default=0.02)
+    parser.add_argument("--save-every", type=int, default=SAVE_EVERY)
+    parser.add_argument("--costs", default="", help="a file that gets what each checkpoint cost, in seconds")
     given = parser.parse_args()
     torch.set_num_threads(1)
     (by_everstep if given.by == "everstep" else by_torchrun)(given)
