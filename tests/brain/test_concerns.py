@@ -11,6 +11,7 @@ import pytest
 from everstep.brain.brain import MAX_PASSES, Brain
 from everstep.brain.concerns.composition import Concerns
 from everstep.brain.events import Event, FactType, GroupSynced, MasterStarted, Note, Refused, Reply, ShardAsked
+from everstep.brain.job import JobRules
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation
 from everstep.model.decision import Decision
@@ -64,7 +65,7 @@ def test_concerns_settle_until_none_of_them_has_anything_to_add(monkeypatch: pyt
         brain.concerns.compose()
         assert brain.handle(Event(1.0, MasterStarted(Incarnation(1), SPECS["ps"]))) == [note] * passes
     left[0] = MAX_PASSES + 1
-    brain.job.settles = True
+    brain.job.rules = JobRules(settles=True)
     with pytest.raises(RuntimeError, match=f"after MasterStarted the brain does not settle in {MAX_PASSES} passes"):
         brain.handle(Event(1.0, MasterStarted(Incarnation(1), SPECS["ps"])))
 

@@ -9,7 +9,7 @@ import pytest
 
 from everstep.brain.brain import Brain
 from everstep.brain.events import Event, MasterStarted, MemberJoined, NodeJoined
-from everstep.brain.job import FailureCounts
+from everstep.brain.job import FailureCounts, JobRules
 from everstep.brain.states import (
     DIAGRAMS,
     GROUP_TRANSITIONS,
@@ -62,9 +62,11 @@ def test_a_snapshot_of_a_version_before_is_read_or_refused_in_one_line() -> None
     with pytest.raises(msgspec.ValidationError, match="snapshot version 4, this everstep reads 5 to 8"):
         Brain.restore(msgspec.msgpack.encode(state))
     state["version"] = 7
-    del state["job"]["failures"]
+    del state["job"]["failures"], state["job"]["rules"]
     state["job"] |= {"worker_failures": 3, "ps_failures": 2, "master_failures": 1, "node_failures": 4}
-    assert Brain.restore(msgspec.msgpack.encode(state)).job.failures == FailureCounts(3, 2, 1, 4)
+    state["job"]["settles"] = True
+    job = Brain.restore(msgspec.msgpack.encode(state)).job
+    assert job.failures == FailureCounts(3, 2, 1, 4) and job.rules == JobRules(settles=True)
     state["version"] = 6
     for part, (first, second) in (("start", ("resumed", "resumed_from")), ("failed_loads", ("refused", "aside"))):
         state["checkpoints"][first], state["checkpoints"][second] = state["checkpoints"].pop(part)

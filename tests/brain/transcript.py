@@ -7,7 +7,8 @@
     reply granted d e0 #0 [0, 30) lease 1.1
 
 Each command is one event (a second after the last); after each one the invariants are checked and the brain is
-replaced by its own snapshot restored; a second brain never is, and wants the same. ``EVERSTEP_REWRITE=1 pytest
+replaced by its own snapshot restored; a second brain never is, and wants the same. ``rules="today"`` of ``master``:
+as today's masters do, else as those of before ``empties``. ``EVERSTEP_REWRITE=1 pytest
 tests/brain`` writes the answers anew: read the diff.
 """
 
@@ -20,6 +21,7 @@ import msgspec
 
 from everstep.brain.brain import Brain
 from everstep.brain.events import (
+    RULES,
     Answer,
     CheckpointAsked,
     CheckpointBegun,
@@ -167,7 +169,8 @@ class Story:
         match verb:
             case "master":
                 fields = {name: msgspec.json.decode(value) for name, value in named.items()}
-                return Event(at, MasterStarted(Incarnation(int(plain[0])), msgspec.convert(fields, JobSpec), True))
+                rules = RULES if fields.pop("rules", "") == "today" else {"settles": True}
+                return Event(at, MasterStarted(Incarnation(int(plain[0])), msgspec.convert(fields, JobSpec), **rules))
             case "node":
                 running = [(*parse_member(text), 0) for text in named.get("running", "").split(",") if text]
                 node = NodeId(plain[0])

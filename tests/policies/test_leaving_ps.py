@@ -179,3 +179,24 @@ def test_a_move_for_balance_begins_nothing_beside_those_under_way() -> None:
     layout = arrange(ParityCode(1, 0), PARTITIONS, slots, before)
     assert advance(builder, layout).begun
     assert advance(one_arrives(builder), layout) == MoveSteps()
+
+
+@pytest.mark.parametrize(("code", "ps"), [(ParityCode(1, 1), 2), (ParityCode(1, 2), 3)])
+def test_a_ps_that_leaves_protects_who_stays_until_it_has_given_everything_away(code: ParityCode, ps: int) -> None:
+    """The simulator found it (machines 5682): who was to stay was dead already, and its mirrors had been dropped."""
+    builder, before = begun(code, ps)
+    stays = Slot(0)
+    leaving = frozenset(Slot(s) for s in range(1, ps))
+    layout = arrange(code, PARTITIONS, [stays], before)
+    builder = like(builder, leaving)
+    own = {PartitionId(b) for b, slot in enumerate(builder.owner) if slot == stays}
+    owners: list[Slot] = []
+    for _ in range(200):
+        if not any(slot in leaving for slot in builder.owner):
+            break
+        assert not lost_with(builder, {stays}) & own, "they come back as long as others have anything to give"
+        advance(builder, layout)
+        owners, builder = builder.owner, all_arrived(builder)
+    assert set(owners) == {stays}
+    advance(builder, layout)
+    assert not any(m.at in leaving for m in builder.mirrors), "they are empty in the end"

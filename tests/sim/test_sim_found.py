@@ -113,6 +113,7 @@ def test_leases_held_ahead_do_not_expire_while_their_worker_gets_on() -> None:
     ("mix", "seed", "reports_agreed"),
     [
         ("group", 5236, False),
+        ("group", 17108, None),
         ("hybrid", 463, False),
         ("hybrid", 13853, False),
         ("hybrid", 271, True),
@@ -120,6 +121,8 @@ def test_leases_held_ahead_do_not_expire_while_their_worker_gets_on() -> None:
         ("hybrid", 1617, True),
         ("hybrid", 10265, None),
         ("hybrid", 16311, None),
+        ("machines", 5682, None),
+        ("paced", 6140, None),
         ("ps", 5652, None),
         ("ps", 10102, None),
         ("ps", 20991, None),

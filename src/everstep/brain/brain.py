@@ -76,7 +76,7 @@ class Brain:
             for settle in settling:
                 if more := settle(event, out):
                     out += more
-            if len(out) == before or not self.state.job.settles:
+            if len(out) == before or not self.state.job.rules.settles:
                 return
         kind, last = type(event.fact).__name__, out[-1]
         raise RuntimeError(f"bug in everstep: after {kind} the brain does not settle in {MAX_PASSES} passes: {last}")

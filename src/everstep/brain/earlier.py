@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from everstep.bounds import MALFORMED
-from everstep.brain.events import Event, Sender
+from everstep.brain.events import RULES, Event, Sender
 from everstep.ids import NodeId
 
 _LATE = "its step went on without it"
@@ -97,11 +97,12 @@ def state_of_6(snapshot: bytes) -> bytes:
 
 
 def state_of_7(snapshot: bytes) -> bytes:
-    """Make a snapshot of version 7 into one of version 8: the counts of failures are one part of the job.
+    """Make a snapshot of version 7 into one of version 8: counts of failures, and rules, are parts of the job.
     Raises what decoding raises."""
     state = msgspec.msgpack.decode(snapshot)
     job = state["job"]
     job["failures"] = {role: job.pop(f"{role}_failures", 0) for role in ("worker", "ps", "master", "node")}
+    job["rules"] = {rule: job.pop(rule, False) for rule in RULES}
     state["version"] = 8
     return _encode(state)
 

@@ -48,7 +48,10 @@ class MasterStarted(Fact, frozen=True, tag="master_started"):
     with them goes to others first. ``refills``, likewise: a place that becomes free is taken by a process that
     waits for one, and a job that is scaled goes on emptying the nodes that are drained. ``saves``, likewise: mode ps
     takes a checkpoint where a node goes with partitions of which nobody else has a complete copy. ``flows``, likewise:
-    a ps that leaves begins to move its next partitions while others of it are on their way."""
+    a ps that leaves begins to move its next partitions while others of it are on their way. ``keeps``, likewise:
+    a ps that leaves keeps the mirrors that have no place elsewhere until it has given its partitions away. ``frees``,
+    likewise: a member that waits in a group whose others have come to the end of their scripts leaves it, and hears
+    that its loop is over."""
 
     incarnation: Incarnation
     spec: JobSpec
@@ -58,9 +61,13 @@ class MasterStarted(Fact, frozen=True, tag="master_started"):
     refills: bool = False
     saves: bool = False
     flows: bool = False
+    keeps: bool = False
+    frees: bool = False
 
 
-RULES: Final[dict[str, bool]] = dict.fromkeys(("settles", "empties", "ranks", "refills", "saves", "flows"), True)
+RULES: Final[dict[str, bool]] = dict.fromkeys(
+    ("settles", "empties", "ranks", "refills", "saves", "flows", "keeps", "frees"), True
+)
 """What today's masters say of themselves in :class:`MasterStarted`."""
 
 

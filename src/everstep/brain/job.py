@@ -31,11 +31,22 @@ class FailureCounts(msgspec.Struct):
     memory: int = 0
 
 
+class JobRules(msgspec.Struct, frozen=True, kw_only=True):
+    """Says by which rules the master decides: see :class:`everstep.brain.events.MasterStarted`."""
+
+    settles: bool = False
+    empties: bool = False
+    ranks: bool = False
+    refills: bool = False
+    saves: bool = False
+    flows: bool = False
+    keeps: bool = False
+    frees: bool = False
+
+
 class JobState(msgspec.Struct, kw_only=True):
     """``workers_wanted``, ``ps_wanted``: slots 0..n-1 should be filled. ``leases``: counter of this master's lease
-    numbers. ``settles``, ``empties``, ``ranks``, ``refills``, ``saves``,
-    ``flows``: see
-    :class:`everstep.brain.events.MasterStarted`.
+    numbers. ``rules``: how its present master decides.
     ``gathered``: the job waits for no more nodes before it begins (``nodes``); ``nodes_due_at``: until then it does,
     0.0: none has joined. ``anyway``: the job has waited for long enough, and runs with those who are there.
     ``workers_asked``: how many it was scaled to last, beside those that nodes bring along; 0: it was not scaled."""
@@ -50,16 +61,11 @@ class JobState(msgspec.Struct, kw_only=True):
     workers_wanted: int = 0
     ps_wanted: int = 0
     failures: FailureCounts = msgspec.field(default_factory=FailureCounts)
-    settles: bool = False
-    empties: bool = False
-    ranks: bool = False
+    rules: JobRules = JobRules()
     gathered: bool = False
     nodes_due_at: float = 0.0
     anyway: bool = False
     workers_asked: int = 0
-    refills: bool = False
-    saves: bool = False
-    flows: bool = False
 
     @property
     def over(self) -> bool:

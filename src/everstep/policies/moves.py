@@ -127,7 +127,7 @@ def _mirrors(
             continue  # a recovery may need what there is, and nothing can be made before it is over
         if _worthless(builder, layout, stripe, row):
             if all(_is_made(builder, layout, rows, stripe, other) for other in range(builder.code.m)):
-                _drop(builder, rows.get((stripe, row), []), steps)  # at a ps that leaves: there is no place for it
+                _drop(builder, _given_up(builder, rows.get((stripe, row), [])), steps)
             continue
         site, have = layout.sites[stripe][row], rows.get((stripe, row), [])
         there = sorted((m for m in have if m.at == site), key=lambda m: (m.id not in builder.ready, m.id))
@@ -162,6 +162,15 @@ def _worthless(builder: PlacementBuilder, layout: StripeLayout, stripe: int, row
         and len(members) == 1
         and layout.sites[stripe][row] == builder.owner[members[0]] == layout.owner[members[0]]
     )
+
+
+def _given_up(builder: PlacementBuilder, mirrors: list[Mirror]) -> list[Mirror]:
+    """Return those of mirrors without a place that nobody needs: at a ps that leaves they protect until it has given
+    its own partitions away."""
+    if not builder.keeps:
+        return mirrors
+    busy = {*builder.owner, *(pending.source for pending in builder.missing.values())} & builder.leaving
+    return [m for m in mirrors if m.at not in busy]
 
 
 def _is_made(

@@ -37,8 +37,7 @@ class PlacementBuilder(msgspec.Struct, kw_only=True):
     placement that this becomes; ``routing``: of the one before, when its owners last changed. ``next_id``: of the next
     new mirror. ``snapshots``: as in the placement. ``stuck``: partitions of which their living owner says that it
     cannot get them. ``leaving``: ps that are to give everything away, and may go before they have. ``empties``,
-    ``flows``: see
-    :class:`everstep.brain.events.MasterStarted`."""
+    ``flows``, ``keeps``: see :class:`everstep.brain.events.MasterStarted`."""
 
     code: ParityCode
     version: int
@@ -54,6 +53,7 @@ class PlacementBuilder(msgspec.Struct, kw_only=True):
     empties: bool = True
     flows: bool = True
     leaving: frozenset[Slot] = frozenset()
+    keeps: bool = True
 
     @property
     def stripes(self) -> int:

@@ -97,7 +97,7 @@ class EndingConcern(Concern):
     def rests(self) -> bool:
         """The job stops, and no worker is to train any more. (Brains of before this release let them train on, which
         ``settles`` tells: what their masters recorded is replayed in their way.)"""
-        return self.concerns.training.rests and bool(self.checkpoints.stopping) and self.job.settles
+        return self.concerns.training.rests and bool(self.checkpoints.stopping) and self.job.rules.settles
 
     def _rest(self) -> Out:
         """Each worker finishes its batch and leaves, if the last checkpoint is to wait for that."""

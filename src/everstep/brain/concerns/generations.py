@@ -10,6 +10,7 @@ from everstep.brain.concerns.group_splits import StepSplits
 from everstep.brain.events import InstructionType, Note, PublishGroup
 from everstep.brain.group import Inputs, Leaver, Returned, Stint, Void
 from everstep.brain.job import Phase
+from everstep.brain.members import SlotRecord
 from everstep.brain.supervision import least_workers
 from everstep.model.decision import Decision
 from everstep.model.group import Group, GroupMember, Position
@@ -29,8 +30,8 @@ class Generations(GroupPart):
         self._splits = splits
         self.dismissals = Dismissals(reader)
 
-    def settle(self, at: float) -> list[InstructionType]:
-        """Publish the next generation if there has to be one."""
+    def settle(self, at: float, waits: SlotRecord | None = None) -> list[InstructionType]:
+        """Publish the next generation if there has to be one. ``waits``: a member says that it waits for others."""
         groups, job = self.group_state, self.job
         if job.over:
             return []
@@ -43,8 +44,8 @@ class Generations(GroupPart):
         copies: list[GroupMember] = []
         if self.reader.data_done() and any(map(self.reader.has_the_end, members)):
             # Members are behind their last loop: who is not in it with them for certain copies what they end with.
-            synced, copies = [], [m for m in staying if not self.reader.holds(m)]
-            staying = [m for m in staying if self.reader.holds(m)]
+            synced, copies = [], [m for m in staying if not self.reader.holds(m) or self._in_vain(m, waits)]
+            staying = [m for m in staying if m not in copies]
             if copies:
                 groups.waits.broken = groups.generations
                 force = force or "the others have come to the end of their scripts"
@@ -82,6 +83,11 @@ class Generations(GroupPart):
             groups.timing.due_at = groups.timing.quiet_until
             return []
         return self._publish(at, group, wanted, lost, hold, force, copies)
+
+    def _in_vain(self, m: GroupMember, waits: SlotRecord | None) -> bool:
+        """Return whether this is the one that ``waits``, in its loop, for others that are behind theirs."""
+        me = waits is not None and (waits.member.slot, waits.member.incarnation) == (m.slot, m.incarnation)
+        return me and self.job.rules.frees and not self.reader.has_the_end(m)
 
     def _keep_the_last(self, holders: list[GroupMember]) -> None:
         """Who was to be replaced (by a policy) stays if it has the only state now: its replacement comes only when it

@@ -213,7 +213,7 @@ class GroupConcern(Concern):
             if self.job.over:
                 return [OK, *out]
         self._stalls.stalled(e.generation)
-        out += self.generations.settle(event.at)
+        out += self.generations.settle(event.at, record)
         group = self.state.groups.group
         stale = group is not None and group.generation != e.generation
         return [self.groups.grouped(0) if stale else OK, *out]

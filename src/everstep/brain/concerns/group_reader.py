@@ -60,7 +60,7 @@ class GroupReader:
         """The job stops, and has tables on the ps: nobody trains on, so that these and the state of the group are of
         one step in its last checkpoint."""
         job = self.job
-        return bool(self.checkpoints.stopping) and job.spec.ps > 0 and job.settles and not self.data_done()
+        return bool(self.checkpoints.stopping) and job.spec.ps > 0 and job.rules.settles and not self.data_done()
 
     @property
     def at_rest(self) -> bool:

@@ -6,6 +6,7 @@ from typing import cast
 
 from everstep.brain.concerns.concern import OK, Concern, Handlers, Inputs, Out
 from everstep.brain.events import (
+    RULES,
     Event,
     FinishJob,
     MasterStarted,
@@ -16,6 +17,7 @@ from everstep.brain.events import (
     SpendingNoted,
     SpotChosen,
 )
+from everstep.brain.job import JobRules
 from everstep.model.decision import Decision
 
 
@@ -39,8 +41,7 @@ class LifetimeConcern(Concern):
         first, goes_on = job.master_incarnation == 0, self.state.supervision.goes_on
         self.state.supervision.goes_on = False
         job.master_incarnation = e.incarnation
-        job.leases, job.settles, job.empties, job.ranks = 0, e.settles, e.empties, e.ranks
-        job.refills, job.saves, job.flows = e.refills, e.saves, e.flows
+        job.leases, job.rules = 0, JobRules(**{rule: getattr(e, rule) for rule in RULES})
         out: Out = []
         if first:
             job.spec = e.spec

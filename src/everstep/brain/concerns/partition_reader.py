@@ -117,9 +117,10 @@ class PartitionReader:
             snapshots=dict(placement.snapshots),
             next_id=protection.mirrors + 1,
             stuck=frozenset(protection.stuck) | cut,
-            empties=self.job.empties,
-            flows=self.job.flows,
-            leaving=frozenset(protection.leaving) if self.job.ranks else frozenset(),
+            empties=self.job.rules.empties,
+            flows=self.job.rules.flows,
+            leaving=frozenset(protection.leaving) if self.job.rules.ranks else frozenset(),
+            keeps=self.job.rules.keeps,
         )
 
     def may_begin_again(self) -> bool:

@@ -36,7 +36,7 @@ class ProcessConcern(Concern):
         if not self.members.index.vacated:
             return []
         self.members.index.vacated = False
-        if not self.job.refills or self.job.over or self.job.waits_for_nodes:
+        if not self.job.rules.refills or self.job.over or self.job.waits_for_nodes:
             return []
         more = self._fill_ps(event.at)
         ends = self.state.protection.gone or self.concerns.training.nothing_left()
@@ -217,7 +217,7 @@ class ProcessConcern(Concern):
         ]
         if servers and self.state.placement is None:
             return [Reply(Refused(f"{e.target}: not yet: not every ps has joined"))]
-        saves = self.job.saves and e.deadline_s > 0 and has_checkpoints(self.job.spec)
+        saves = self.job.rules.saves and e.deadline_s > 0 and has_checkpoints(self.job.spec)
         if servers and not left and not saves:
             return [Reply(Refused(f"{e.target}: no other ps could take its partitions; first: everstep scale --ps N"))]
         if node is not None:
@@ -231,7 +231,7 @@ class ProcessConcern(Concern):
         inputs: Inputs = {"deadline_s": e.deadline_s, "partitions": 0}
         inputs["partitions"] = sum(self.concerns.placement.reader.left_at(slot) for slot in servers)
         exposed = 0
-        if servers and self.job.ranks:
+        if servers and self.job.rules.ranks:
             exposed = self.concerns.placement.reader.exposed(servers)
             inputs["exposed"] = exposed
             move = "and move first" if left else "and no other ps could take them"

@@ -39,7 +39,7 @@ class PsSlotConcern(Concern):
         out += self.concerns.placement.settle_map(f"{member.key} was lost ({reason})")
         self._refill(member.slot)
         node = self.members.nodes.get(member.node)
-        if job.saves and node is not None and node.draining and member.slot in self.state.protection.leaving:
+        if job.rules.saves and node is not None and node.draining and member.slot in self.state.protection.leaving:
             self.state.protection.leaving.remove(member.slot)  # (it went before it was empty: another one is wanted)
         if job.over or member.slot in self.state.protection.leaving or member.slot >= job.ps_wanted:
             return out
@@ -63,7 +63,7 @@ class PsSlotConcern(Concern):
     def _not_emptied(self, slot: Slot) -> Out:
         """Say what had not moved in time, if a ps that was to give everything away is gone before it had."""
         reader = self.concerns.placement.reader
-        if not self.job.ranks or slot not in self.state.protection.leaving or self.state.placement is None:
+        if not self.job.rules.ranks or slot not in self.state.protection.leaving or self.state.placement is None:
             return []
         left, exposed = len(self.state.placement.owned_by(slot)), reader.exposed({slot})
         if not left:
@@ -160,7 +160,7 @@ class PsSlotConcern(Concern):
             for slot, record in servers.items()
             if slot < count and record.running and not (slot in leaving and self._is_drained(slot))
         ]
-        if not ends or stays or not self.job.refills:
+        if not ends or stays or not self.job.rules.refills:
             return ""
         ends_words = ", ".join(f"ps:{slot}" for slot in sorted(ends))
         return (
@@ -181,7 +181,7 @@ class PsSlotConcern(Concern):
         if count != old:
             inputs: Inputs = {"from": old, "to": count}
             out.append(Note("", Decision("scale ps", f"asked for {count} instead of {old}", inputs)))
-        drained = {slot for slot in leaving if self.job.refills and self._is_drained(slot)}
+        drained = {slot for slot in leaving if self.job.rules.refills and self._is_drained(slot)}
         leaving[:] = [
             slot for slot, record in sorted(servers.items()) if (slot >= count or slot in drained) and record.running
         ]
