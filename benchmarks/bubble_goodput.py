@@ -29,11 +29,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-import psutil
-
 from benchmarks._jobs import Job
 from benchmarks._measure import ROOT, Child, Result, everstep, median, say, spread
-from benchmarks.bubble_recovery import read, stages_of
+from benchmarks.bubble_recovery import kill_torchrun, read, stages_of
 from everstep.monitor.span_log import read_spans
 from everstep.policies.advise import young_interval
 from everstep.policies.copy_frequency import CopyCost, choose_interval, mean_time_to_failure
@@ -143,12 +141,7 @@ def theirs(between_s: float, seconds: float, save_every: int) -> Measured:
             try:
                 found = hurt(torchrun.pid, steps, between_s, seconds)
             finally:
-                left = stages_of(torchrun.pid)  # (in sessions of their own)
-                torchrun.kill()
-                for pid in left:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-                psutil.wait_procs([psutil.Process(pid) for pid in left if psutil.pid_exists(pid)], 10.0)
+                kill_torchrun(torchrun)
         spent = [float(line) for line in costs.read_text().split()] if costs.exists() else []
     return found._replace(cost_s=median(spent) if spent else 0.0)
 

@@ -44,6 +44,16 @@ def read(path: Path) -> list[tuple[float, int]]:
     return [(float(at), int(step)) for at, step in (line.split() for line in lines)]
 
 
+def kill_torchrun(torchrun: Child) -> None:
+    """Kill torchrun and its stages, which are in sessions of their own."""
+    left = stages_of(torchrun.pid)
+    torchrun.kill()
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    psutil.wait_procs([psutil.Process(pid) for pid in left if psutil.pid_exists(pid)], 10.0)
+
+
 def stages_of(root: int) -> list[int]:
     """Return the processes that train: those that run our script and are the youngest of their line."""
     found = []
@@ -182,12 +192,7 @@ def run(quick: bool, arguments: Sequence[str] = ()) -> Result:
                     lambda: torchrun.process.poll() is None,
                 )
             finally:
-                left = stages_of(torchrun.pid)  # (in sessions of their own)
-                torchrun.kill()
-                for pid in left:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-                psutil.wait_procs([psutil.Process(pid) for pid in left if psutil.pid_exists(pid)], 10.0)
+                kill_torchrun(torchrun)
     add(result, "everstep", ours)
     add(result, "torchrun", theirs)
     aims = {

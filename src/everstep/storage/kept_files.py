@@ -6,13 +6,14 @@ import contextlib
 import hashlib
 import sqlite3
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol, TypeVar
 
 import msgspec
 
-from everstep.errors import PlatformError
+from everstep.bounds import MALFORMED
+from everstep.errors import ConfigError, PlatformError
 from everstep.storage.atomic import private
 from everstep.storage.places import StoragePlace
 
@@ -27,6 +28,49 @@ class KeptFile(msgspec.Struct, frozen=True, array_like=True):
     path: str
     size_bytes: int
     digest: str
+
+
+class KeptIndex(Protocol):
+    """Says what is kept: its version, how often it was kept, and the files."""
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def files(self) -> tuple[KeptFile, ...]: ...
+
+
+_Index = TypeVar("_Index", bound=KeptIndex)
+
+
+def read_index(
+    place: StoragePlace,
+    path: str,
+    decoder: msgspec.json.Decoder[_Index],
+    version: int,
+    max_bytes: int,
+    is_known: Callable[[str], bool],
+) -> _Index | None:
+    """Return the index at ``path`` of a place; None: there is none. ``is_known``: whether a file of this name may be in
+    it. Raises ConfigError: it is damaged, or another version's; StorageError."""
+    try:
+        raw = place.read(path, max_bytes)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        index = decoder.decode(raw)
+    except MALFORMED as error:
+        raise ConfigError(f"{place.url}/{path} is damaged: {error}") from None
+    if index.version != version:
+        raise ConfigError(f"{place.url}/{path} is of version {index.version}; this everstep reads version {version}")
+    names = [file.path for file in index.files]
+    strange = [name for name in names if not is_known(name)]
+    if strange or len(set(names)) < len(names) or index.number < 1:
+        raise ConfigError(f"{place.url}/{path} is damaged: {strange[0] if strange else 'a file'} does not belong there")
+    return index
 
 
 def put_file(place: StoragePlace, run_dir: Path, name: str, to: str) -> KeptFile:

@@ -19,9 +19,8 @@ from typing import Final
 
 import msgspec
 
-from everstep.bounds import MALFORMED
 from everstep.errors import ConfigError
-from everstep.storage.kept_files import JOURNAL, KeptFile, fetch_file, put_file
+from everstep.storage.kept_files import JOURNAL, KeptFile, fetch_file, put_file, read_index
 from everstep.storage.places import StoragePlace, open_place
 
 FOLDER: Final = "run"
@@ -101,23 +100,7 @@ def _is_known(name: str) -> bool:
 def read_kept(place: StoragePlace) -> KeptRun | None:
     """Return the index of a place; None: no run is kept there. Raises ConfigError: it is damaged, or another version's;
     StorageError."""
-    try:
-        raw = place.read(INDEX, _INDEX_MAX_BYTES)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    try:
-        index = _decoder.decode(raw)
-    except MALFORMED as error:
-        raise ConfigError(f"{place.url}/{INDEX} is damaged: {error}") from None
-    if index.version != VERSION:
-        raise ConfigError(f"{place.url}/{INDEX} is of version {index.version}; this everstep reads version {VERSION}")
-    names = [file.path for file in index.files]
-    strange = [name for name in names if not _is_known(name)]
-    if strange or len(set(names)) < len(names) or index.number < 1:
-        raise ConfigError(
-            f"{place.url}/{INDEX} is damaged: {strange[0] if strange else 'a file'} does not belong there"
-        )
-    return index
+    return read_index(place, INDEX, _decoder, VERSION, _INDEX_MAX_BYTES, _is_known)
 
 
 def is_kept_run(where: str) -> bool:
