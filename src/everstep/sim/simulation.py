@@ -576,10 +576,10 @@ class Simulation:
 
     def old_owner_waiting_with(self, partition: PartitionId, owner: MirrorPs) -> MirrorPs | None:
         """Return the old owner of a partition that was on its way to ``owner`` when the job ended, if that alone is
-        why ``owner`` does not serve it: a third ps has died, which ``owner`` must ask, and no master is left to say so.
+        why ``owner`` does not serve it: it has died, or a third ps which it must ask, and no master is left to say so.
         The old owner keeps the partition until ``owner`` has it."""
         asked = [ask.peer for ask in owner.machine.asks() if ask.request.partition == partition]
-        if self.over is None or not any(not self.lives[peer].alive for peer in asked):
+        if self.over is None or (owner.alive and all(self.lives[peer].alive for peer in asked)):
             return None
         return next((ps for ps in self.lives.values() if ps.alive and ps.machine.keeps_for_next_owner(partition)), None)
 
