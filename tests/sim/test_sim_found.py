@@ -135,7 +135,7 @@ def test_a_seed_that_found_a_defect(
 ) -> None:
     """Each has a story of its own elsewhere: ``group_end_of_a_lost_line``, ``group_leaver_cut_off``,
     ``group_leaver_behind``, ``chief_asked_late`` (transcripts), in ``tests/protect/test_machine.py`` and
-    ``tests/allreduce/test_session.py``. Of five the simulator was wrong: 860, an owner that died in the job's last moment
+    ``tests/allreduce/test_session.py``. Of five the simulator was wrong: 860, an owner that died in the last moment
     had not taken its partition over yet; 10265, who connects for a new group waits anew; 5652 and 10102, a ps that dies
     with the last step has not told its mirrors which shards were released; 1650, a job that ends before its ps are back
     has its rows in the checkpoint."""
