@@ -196,7 +196,8 @@ class Thrower:
             return f"images/{rng.choice([0, 1, 2, 999999]):06d}/bucket-{rng.choice('ab')}.img"
         if t.pattern is not None:
             return rng.choice(["node0", "n1", "zz"]) if at == "node" else ""
-        return rng.choice(["", "d", "node0", "ps:0", "worker:1", "x\x1b[2J\n\u2028y", "e" * 300, "stuck", "../../x"])
+        words = rng.choice(["", "d", "node0", "ps:0", "worker:1", "x\x1b[2J\n\u2028y", "e" * 300, "stuck", "../../x"])
+        return words[: t.max_length]
 
     def known(self, rng: random.Random, kind: type) -> Any:
         if kind is ShardSchedule and self.brain.shards.datasets:
