@@ -122,6 +122,8 @@ def test_leases_held_ahead_do_not_expire_while_their_worker_gets_on() -> None:
         ("hybrid", 10265, None),
         ("hybrid", 16311, None),
         ("machines", 860, None),
+        ("machines", 864, None),
+        ("machines", 970, None),
         ("machines", 5682, None),
         ("paced", 6140, None),
         ("ps", 5652, None),

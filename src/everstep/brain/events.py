@@ -65,9 +65,16 @@ class MasterStarted(Fact, frozen=True, tag="master_started"):
     frees: bool = False
 
 
-RULES: Final[dict[str, bool]] = dict.fromkeys(
-    ("settles", "empties", "ranks", "refills", "saves", "flows", "keeps", "frees"), True
-)
+RULES: Final[dict[str, bool]] = {
+    "settles": True,
+    "empties": True,
+    "ranks": True,
+    "refills": True,
+    "saves": True,
+    "flows": False,  # (machines 970 of the simulator: decision 0226)
+    "keeps": True,
+    "frees": True,
+}
 """What today's masters say of themselves in :class:`MasterStarted`."""
 
 

@@ -318,12 +318,6 @@ class _FullSync(msgspec.Struct):
     tables: set[int] = msgspec.field(default_factory=set)
     lo: int = 0
     bodies: bool = False  # some are on their way
-    folds: bool = False  # a lost partition is rebuilt with them
-
-    @property
-    def heads(self) -> bool:
-        """Return whether it is still to say which rows there are."""
-        return not self.begun or bool(self.todo and self.todo[0][0] is StreamKind.HEADS)
 
 
 class Machine:
@@ -819,10 +813,7 @@ class Machine:
             return Moved(self.version)
         self._wishes.add(wish)
         target = SyncTarget(peer, request.mirror, request.sync)
-        folds = request.purpose == "fold"
         syncs = self._syncs.setdefault(request.partition, deque())
-        if syncs and (not syncs[-1].begun or not syncs[-1].bodies):
-            syncs[-1].folds |= folds
         if syncs and not syncs[-1].begun:
             syncs[-1].targets.append(target)
         elif syncs and not syncs[-1].bodies:
@@ -833,7 +824,7 @@ class Machine:
             syncs[-1].lo = 0
             self.streams.widen(request.partition, self.port.ticket(), target)
         else:
-            syncs.append(_FullSync([target], folds=folds))
+            syncs.append(_FullSync([target]))
         return LogTaken()
 
     def _fetch_rows(self, request: FetchContents, peer: PeerKey) -> LogTaken | Moved:
@@ -1370,8 +1361,7 @@ class Machine:
     def sync(self, urgent: bool = False) -> bool:
         """Put one piece of contents into the outbox or a stream. False: there is none. Afterwards: ``dirty``.
 
-        First comes what requests wait for: rows out of turn, and which rows there are in what is rebuilt. Then come
-        the rows for rebuilds, then new mirrors and moves; equals take turns. ``urgent``: only what requests wait for.
+        First come rows out of turn, for which requests wait. All else takes turns. ``urgent``: only rows out of turn.
         """
         if any(self._confirmed(b) for b in self._ended):
             self.dirty = True
@@ -1380,18 +1370,16 @@ class Machine:
             asker = recovery.asker if recovery is not None else None
             if recovery is not None and asker is not None and self._send_promised(held, recovery, asker):
                 return True
-        rebuilt = {b for b, syncs in self._syncs.items() if any(sync.folds for sync in syncs)}
-        awaited = [b for b in self._syncs if b in rebuilt and self._syncs[b][0].heads]
         if urgent:
-            return any(self._sync_partition(b) for b in awaited)
-        if any(self._sync_partition(b) for b in [*awaited, *(b for b in self._syncs if b in rebuilt)]):
+            return False
+        if any(self._sync_partition(b) for b in list(self._syncs)):
             return True
         for held in self._mirrors.values():
             recovery = held.recovery
             asker = recovery.asker if recovery is not None else None
             if recovery is not None and asker is not None and self._sync_rest(held, recovery, asker):
                 return True
-        return any(self._sync_partition(b) for b in list(self._syncs) if b not in rebuilt)
+        return False
 
     def _sync_partition(self, partition: PartitionId) -> bool:
         """False: it has to wait."""
