@@ -22,6 +22,29 @@ from everstep.monitor.audit import PsLog, audit, read_log
 from everstep.net.messages import GetStatus
 
 SCRIPT = ROOT / "examples" / "01_flights_dlrm.py"
+SPARSE_HEAD = """
+import os, time
+import numpy as np, torch
+import everstep as es
+from torch import nn
+
+job = es.join()
+rng = np.random.default_rng(0)
+ids = rng.integers(0, 5000, (4000, 4))
+data = {{"ids": ids, "label": (ids.sum(1) % 2).astype(np.float32)}}
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bag = nn.EmbeddingBag(5000, 16, mode="sum")
+        self.top = nn.Linear(16, 1)
+    def forward(self, b):
+        return self.top(self.bag(b["ids"])).squeeze(1)
+
+model = job.replicate(job.sparse(Net()))
+opt = job.optimizer(torch.optim.Adam(model.parameters(), lr=0.01))
+"""
+"""What small scripts of benchmarks begin with (to be formatted): data, a model with a sparse table, an optimizer."""
 
 
 class Job:

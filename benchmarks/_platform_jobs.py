@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from benchmarks._jobs import is_safe
+from benchmarks._jobs import SPARSE_HEAD, is_safe
 from benchmarks._measure import ROOT, Child, everstep, say
 from everstep.agent.rundir import in_use
 from everstep.cli.link import ask_view
@@ -31,34 +31,16 @@ SIZE = ["--workers", "2", "--ps", "2", "--parity", "1+1"]
 NODES = 2
 LIMIT_S = 240.0
 LOOK_S = 0.02
-SCRIPT = """
-import os, time
-import numpy as np, torch
-import everstep as es
-from torch import nn
-
-job = es.join()
-rng = np.random.default_rng(0)
-ids = rng.integers(0, 5000, (4000, 4))
-data = {{"ids": ids, "label": (ids.sum(1) % 2).astype(np.float32)}}
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.bag = nn.EmbeddingBag(5000, 16, mode="sum")
-        self.top = nn.Linear(16, 1)
-    def forward(self, b):
-        return self.top(self.bag(b["ids"])).squeeze(1)
-
-model = job.replicate(job.sparse(Net()))
-opt = job.optimizer(torch.optim.Adam(model.parameters(), lr=0.01))
-steps = open(os.path.join({steps!r}, f"{{time.time_ns()}}-{{os.getpid()}}"), "w", buffering=1)
+SCRIPT = (
+    SPARSE_HEAD
+    + """steps = open(os.path.join({steps!r}, f"{{time.time_ns()}}-{{os.getpid()}}"), "w", buffering=1)
 for batch in job.steps(job.loader(data, batch_size=20, epochs=200)):
     loss = nn.functional.binary_cross_entropy_with_logits(model(batch), batch["label"])
     opt.zero_grad(); loss.backward(); opt.step()
     steps.write(f"{{time.time()}}\\n")
     time.sleep(0.05)
 """
+)
 
 
 class PlatformJob:

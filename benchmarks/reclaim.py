@@ -26,7 +26,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks._jobs import Job
+from benchmarks._jobs import SPARSE_HEAD, Job
 from benchmarks._measure import ROOT, Result, each_round, median, p95, say, spread
 from benchmarks._notice import notice_to_safe
 from everstep.brain.events import CapacityChanged, Event, ProcessExited
@@ -44,33 +44,15 @@ NOTICES = {500: 5, 2000: 3}  # MB of a ps: rounds
 NOTICES_QUICK = {20: 2}
 LIMIT_S = 900.0
 LOOK_S = 0.5
-SCRIPT = """
-import os, time
-import numpy as np, torch
-import everstep as es
-from torch import nn
-
-job = es.join()
-rng = np.random.default_rng(0)
-ids = rng.integers(0, 5000, (4000, 4))
-data = {{"ids": ids, "label": (ids.sum(1) % 2).astype(np.float32)}}
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.bag = nn.EmbeddingBag(5000, 16, mode="sum")
-        self.top = nn.Linear(16, 1)
-    def forward(self, b):
-        return self.top(self.bag(b["ids"])).squeeze(1)
-
-model = job.replicate(job.sparse(Net()))
-opt = job.optimizer(torch.optim.Adam(model.parameters(), lr=0.01))
-for batch in job.steps(job.loader(data, batch_size=100, epochs={epochs})):
+SCRIPT = (
+    SPARSE_HEAD
+    + """for batch in job.steps(job.loader(data, batch_size=100, epochs={epochs})):
     loss = nn.functional.binary_cross_entropy_with_logits(model(batch), batch["label"])
     opt.zero_grad(); loss.backward(); opt.step()
     if not os.path.exists({hurry!r}):
         time.sleep(0.3)
 """
+)
 MODES = {"ps": ["--ps", "2", "--parity", "1+1"], "hybrid": ["--mode", "allreduce", "--ps", "1"]}
 
 
