@@ -512,7 +512,79 @@ def test_a_replica_is_promoted_and_a_stripe_is_folded() -> None:
         w.heal()
 
 
-def test_contents_take_turns_and_none_is_urgent() -> None:
+def asked(w: World, p: Ps) -> set[str]:
+    """``p`` asks all that it wants to know, but nothing goes through its streams. What it asked contents for."""
+    found: set[str] = set()
+    for _ in range(20):
+        for ask in p.machine.asks():
+            if isinstance(ask.request, FetchContents):
+                found.add(ask.request.purpose)
+            w.ask(p, ask)
+        p.machine.sync()
+        if p.machine.dirty:
+            p.machine.settle()
+        w.act(p)
+    return found
+
+
+def test_the_rest_of_a_row_that_is_behind_is_wanted_only_when_it_has_caught_up() -> None:
+    """ps:0 and ps:1 are lost, and the row at ps:3 lacks the last difference of partition 0. What is left of that row
+    takes no differences of lost members, so one that comes after the question would be missing in what is decoded."""
+    w = World(7, 4, 2)
+    w.owner = [0, 1]
+    w.mirror((0, 1), 2, 0)
+    w.mirror((0, 1), 3, 1)
+    w.publish()
+    w.heal()
+    w.push(0)
+    owner, p = w.at(0), w.at(2)
+    owner.streams.append(*owner.store.take(100))
+    w.deliver(owner, p.key)
+    w.lose(0)
+    w.lose(1)
+    w.owner = [2, 2]
+    w.publish()
+    assert p.store.mirrors[1].seq[0] == w.at(3).store.mirrors[2].seq[0] + 1
+    assert "other" not in asked(w, p), "ps:3 does not have the difference yet"
+    w.deliver(p, w.at(3).key)
+    assert "other" in asked(w, p)
+    w.heal()
+
+
+def test_a_mirror_whose_contents_join_others_is_complete_only_when_all_have_what_came_before() -> None:
+    """Contents go out once for two mirrors. The second was wished for when a difference had been made that the mirror
+    at ps:1 does not have: nobody but its ps would have it to give, and it began after that difference."""
+    w = World(11, 4, 1)
+    w.mirror((0,), 1)
+    w.publish()
+    w.heal()
+    p = w.at(0)
+
+    def wished(at: int) -> None:
+        w.mirror((0,), at)
+        w.publish(route=False)
+        asked(w, w.at(at))
+
+    def sent() -> None:
+        p.streams.append(*p.store.take(100))
+        for at in (2, 3):
+            while p.streams.waits(w.at(at).key):
+                w.deliver(p, w.at(at).key)
+
+    wished(2)
+    assert p.machine.sync()  # the first heads
+    w.push(0)
+    sent()
+    wished(3)
+    while p.machine.sync():
+        sent()
+    assert p.streams.done_ticket < p.store.ticket(), "ps:1 lacks the difference"
+    assert not w.at(3).machine.complete
+    w.heal()
+    assert w.at(3).machine.complete
+
+
+def test_what_is_rebuilt_goes_out_before_new_mirrors_and_its_heads_before_all() -> None:
     """ps:0 is asked for partition 0 for a new mirror, then for partition 1, of which a member of its stripe is lost."""
     w = World(3, 3, 2)
     w.owner = [0, 0]
@@ -525,12 +597,18 @@ def test_contents_take_turns_and_none_is_urgent() -> None:
     for partition, at, purpose in ((0, 1, "build"), (1, 2, "fold")):
         request = FetchContents(1, Slot(at), Incarnation(1), 1 + partition, PartitionId(partition), purpose, sync=7)
         assert isinstance(p.machine.fetch_contents(request), LogTaken)
-    assert not p.machine.sync(urgent=True) and not p.store.outbox, "only rows out of turn are urgent"
-    sent: list[int] = []
+    pieces = -(-SLOTS // PIECE)
+    while p.machine.sync(urgent=True):
+        pass
+    heads = [(int(e.partition), e.kind) for e in p.store.outbox]
+    assert heads == [(1, StreamKind.HEADS)] * pieces, "all that requests wait for, and nothing else"
+    p.streams.append(*p.store.take(100))
     while p.machine.sync():
         p.streams.append(*(taken := p.store.take(100)))
-        sent += [int(e.partition) for e in taken[1]]
-    assert sent[:4] == [0, 1, 0, 1], "what rebuilds and what new mirrors need take turns"
+        heads += [(int(e.partition), e.kind) for e in taken[1]]
+    bodies = [(1, StreamKind.BODIES)] * pieces + [(1, StreamKind.MARKS)]
+    mirror = [(0, StreamKind.HEADS)] * pieces + [(0, StreamKind.BODIES)] * pieces  # its marks wait for the peers
+    assert heads[pieces:] == bodies + mirror
 
 
 def recover(w: World, slot: int, *, zombie: bool = False) -> None:

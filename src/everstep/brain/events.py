@@ -71,7 +71,7 @@ RULES: Final[dict[str, bool]] = {
     "ranks": True,
     "refills": True,
     "saves": True,
-    "flows": False,  # (machines 970 of the simulator: decision 0226)
+    "flows": True,
     "keeps": True,
     "frees": True,
 }

@@ -270,6 +270,7 @@ class _Recovery(msgspec.Struct):
     other: tuple[int, PeerKey] | None = None  # (sweep, ps of the other row), where two are lost
     folded: set[PartitionId] = msgspec.field(default_factory=set)
     taken: set[PartitionId] = msgspec.field(default_factory=set)
+    other_level: bool = False  # its ps has confirmed all differences of the lost ones that were owed to it
     other_taken: bool = False
     other_done: bool = False
     asker: SyncTarget | None = None
@@ -318,6 +319,12 @@ class _FullSync(msgspec.Struct):
     tables: set[int] = msgspec.field(default_factory=set)
     lo: int = 0
     bodies: bool = False  # some are on their way
+    folds: bool = False  # a lost partition is rebuilt with them
+
+    @property
+    def heads(self) -> bool:
+        """Return whether it is still to say which rows there are."""
+        return not self.begun or bool(self.todo and self.todo[0][0] is StreamKind.HEADS)
 
 
 class Machine:
@@ -813,7 +820,10 @@ class Machine:
             return Moved(self.version)
         self._wishes.add(wish)
         target = SyncTarget(peer, request.mirror, request.sync)
+        folds = request.purpose == "fold"
         syncs = self._syncs.setdefault(request.partition, deque())
+        if syncs and (not syncs[-1].begun or not syncs[-1].bodies):
+            syncs[-1].folds |= folds
         if syncs and not syncs[-1].begun:
             syncs[-1].targets.append(target)
         elif syncs and not syncs[-1].bodies:
@@ -822,9 +832,11 @@ class Machine:
             syncs[-1].tables.clear()
             syncs[-1].todo.clear()
             syncs[-1].lo = 0
-            self.streams.widen(request.partition, self.port.ticket(), target)
+            # (its ps got no differences from before: its marks wait until all others have those)
+            syncs[-1].ticket = self.port.ticket()
+            self.streams.widen(request.partition, syncs[-1].ticket, target)
         else:
-            syncs.append(_FullSync([target]))
+            syncs.append(_FullSync([target], folds=folds))
         return LogTaken()
 
     def _fetch_rows(self, request: FetchContents, peer: PeerKey) -> LogTaken | Moved:
@@ -972,7 +984,7 @@ class Machine:
                         lost = recovery.lost
                         fetch = FetchContents(v, slot, life, id_, lost[0], "rest", sync, lost, d.table, d.slots)
                         out.append(Ask(peer, fetch))
-                if recovery.other is not None and not recovery.other_taken:
+                if recovery.other is not None and recovery.other_level and not recovery.other_taken:
                     sync, peer = recovery.other
                     lost = recovery.lost
                     out.append(Ask(peer, FetchContents(v, slot, life, id_, lost[0], "other", sync=sync, lost=lost)))
@@ -1315,6 +1327,7 @@ class Machine:
                 self._abort(held)
                 self._restart = True
                 return
+            recovery.other_level = recovery.other_level or self._is_level(recovery)
             if not recovery.serves_rows and self.port.recover_heads(id_):
                 recovery.serves_rows = True
                 for partition in lost:
@@ -1342,6 +1355,11 @@ class Machine:
             recovery.all_folded = True
             recovery.emit += [(StreamKind.BODIES, t) for t in self.port.tables()]
 
+    def _is_level(self, recovery: _Recovery) -> bool:
+        """Return whether the other row has all differences of the lost members that this ps owed to it. What is left
+        of that row, once begun, takes no differences of lost members any more."""
+        return recovery.other is not None and not any(self.streams.owes(b) for b in recovery.lost)
+
     def _report_inconsistent(self, held: _HeldMirror, recovery: _Recovery) -> None:
         if recovery.inconsistent:
             lost = ", ".join(str(b) for b in recovery.lost)
@@ -1361,25 +1379,30 @@ class Machine:
     def sync(self, urgent: bool = False) -> bool:
         """Put one piece of contents into the outbox or a stream. False: there is none. Afterwards: ``dirty``.
 
-        First come rows out of turn, for which requests wait. All else takes turns. ``urgent``: only rows out of turn.
+        First comes what requests wait for: rows out of turn, and which rows there are in what is rebuilt. Then come
+        the rows for rebuilds, then new mirrors and moves; equals take turns. ``urgent``: only what requests wait for.
         """
         if any(self._confirmed(b) for b in self._ended):
             self.dirty = True
         for held in self._mirrors.values():
             recovery = held.recovery
+            if recovery is not None and not recovery.other_level and self._is_level(recovery):
+                self.dirty = True
             asker = recovery.asker if recovery is not None else None
             if recovery is not None and asker is not None and self._send_promised(held, recovery, asker):
                 return True
+        rebuilt = {b for b, syncs in self._syncs.items() if any(sync.folds for sync in syncs)}
+        awaited = [b for b in self._syncs if b in rebuilt and self._syncs[b][0].heads]
         if urgent:
-            return False
-        if any(self._sync_partition(b) for b in list(self._syncs)):
+            return any(self._sync_partition(b) for b in awaited)
+        if any(self._sync_partition(b) for b in [*awaited, *(b for b in self._syncs if b in rebuilt)]):
             return True
         for held in self._mirrors.values():
             recovery = held.recovery
             asker = recovery.asker if recovery is not None else None
             if recovery is not None and asker is not None and self._sync_rest(held, recovery, asker):
                 return True
-        return False
+        return any(self._sync_partition(b) for b in list(self._syncs) if b not in rebuilt)
 
     def _sync_partition(self, partition: PartitionId) -> bool:
         """False: it has to wait."""
