@@ -51,7 +51,8 @@ class MasterStarted(Fact, frozen=True, tag="master_started"):
     a ps that leaves begins to move its next partitions while others of it are on their way. ``keeps``, likewise:
     a ps that leaves keeps the mirrors that have no place elsewhere until it has given its partitions away. ``frees``,
     likewise: a member that waits in a group whose others have come to the end of their scripts leaves it, and hears
-    that its loop is over."""
+    that its loop is over. ``recalls``, likewise: what a ps has no way to get is remembered until those workers have
+    ended that must not see it begin again."""
 
     incarnation: Incarnation
     spec: JobSpec
@@ -63,18 +64,12 @@ class MasterStarted(Fact, frozen=True, tag="master_started"):
     flows: bool = False
     keeps: bool = False
     frees: bool = False
+    recalls: bool = False
 
 
-RULES: Final[dict[str, bool]] = {
-    "settles": True,
-    "empties": True,
-    "ranks": True,
-    "refills": True,
-    "saves": True,
-    "flows": True,
-    "keeps": True,
-    "frees": True,
-}
+RULES: Final[dict[str, bool]] = dict.fromkeys(
+    ("settles", "empties", "ranks", "refills", "saves", "flows", "keeps", "frees", "recalls"), True
+)
 """What today's masters say of themselves in :class:`MasterStarted`."""
 
 

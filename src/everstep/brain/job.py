@@ -42,6 +42,7 @@ class JobRules(msgspec.Struct, frozen=True, kw_only=True):
     flows: bool = False
     keeps: bool = False
     frees: bool = False
+    recalls: bool = False
 
 
 class JobState(msgspec.Struct, kw_only=True):

@@ -100,16 +100,18 @@ class PartitionMaps(PartitionPart):
         builder.living -= reborn  # what they had is gone; first everybody else is asked for it
         cut_off = any(p.how is How.HAND_OVER and p.source in dead for p in builder.missing.values())
         recovered = recover(builder, self.reader.snapshot_of)
-        protection.stuck = []
+        stuck, protection.stuck = protection.stuck, []
         protection.went_back |= bool(recovered.lost or recovered.behind)
         if recovered.lost:
             if not self.reader.may_begin_again():
                 protection.lost = recovered.lost
                 return []
             if self._workers_end(recovered.lost):
+                self._recall(stuck)
                 return []
             begin_again(builder, recovered)
         elif self._ahead and recovered.behind and self._workers_end(recovered.behind):
+            self._recall(stuck)
             return []  # nobody has the gradients of what they lack: all go back to the newest checkpoint
         protection.gone, protection.ending = [], []
         builder.living |= reborn
@@ -135,6 +137,11 @@ class PartitionMaps(PartitionPart):
             if (record := workers.get(slot)) is not None and record.running and record.member.incarnation == incarnation
         ]
         return bool(protection.ending)
+
+    def _recall(self, stuck: list[PartitionId]) -> None:
+        """Remember until the next map what ps have no way to get."""
+        if self.job.rules.recalls:
+            self.protection.stuck = stuck
 
     def _cost(self) -> None:
         """Note that a loss cost something: no acknowledgement by a map from before it counts, whoever gave it. (A

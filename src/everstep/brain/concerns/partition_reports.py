@@ -90,13 +90,15 @@ class PartitionReports(PartitionPart):
         placement, missing = self.protection.placement, self.protection.missing
         if placement is None:
             return []
-        stuck = self.protection.stuck = sorted(
+        stuck = sorted(
             b
             for b in set(e.partitions)
             if 0 <= b < placement.partitions
             and placement.owner[b] == slot
             and e.placement >= (missing[b].version if b in missing else placement.version)
         )
+        others = [b for b in self.protection.stuck if placement.owner[b] != slot] if self.job.rules.recalls else []
+        self.protection.stuck = sorted({*stuck, *others})
         if not stuck:
             return []
         words = f"it has no way to get {len(stuck)} partitions that placement {e.placement} gave it"
