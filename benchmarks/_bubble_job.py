@@ -26,7 +26,8 @@ FEW = SIDES[:3]  # what the aim is about
 LAYERS = {"small": (4, 128, 32), "gpt30m": (8, 512, 64)}  # layers, width, tokens of a sample
 WORDS = {"small": 500, "gpt30m": 5000}
 RECORDED = Path(__file__).parents[1] / "examples" / "recordings" / "bytedance-pipeline-st-excerpt.csv"
-STAGES, FLOATS = 4, 250_000  # of an emulated pipeline; parameters of each stage
+FLOATS = 250_000  # parameters of each stage of an emulated pipeline
+RECORDED_STAGES = 4
 FORWARD_S = 0.004  # mean of a microbatch's forward in its first stage; all else is in the recorded proportion
 
 
@@ -67,10 +68,11 @@ class EmulatedPart(nn.Module):
     """Sleeps in place of computing, as long as one microbatch after the other took in a recorded stage. Its parameters
     are as large as is said, and hardly used."""
 
-    def __init__(self, times: Sequence[tuple[float, float]], floats: int) -> None:
+    def __init__(self, times: Sequence[tuple[float, float]], floats: int, first: int = 0) -> None:
+        """``first``: the recorded microbatch that it begins with."""
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(floats))
-        self._times, self._calls = times, [0, 0]
+        self._times, self._calls = times, [first, first]
 
     def next_s(self, way: int) -> float:
         """Return how long the next forward (0) or backward (1) takes."""
@@ -83,14 +85,28 @@ class EmulatedPart(nn.Module):
         return y + self.weight[: x.shape[-1]]
 
 
+def recorded_as(stage: int, stages: int) -> int:
+    """Return the recorded stage that one of ``stages`` sleeps as. The first is the first, the last is the last, and
+    the two in the middle stand for all others."""
+    if stage in (0, stages - 1):
+        return 0 if stage == 0 else RECORDED_STAGES - 1
+    return 1 + (stage - 1) * (RECORDED_STAGES - 2) // (stages - 2)
+
+
 def emulated(stages: int, parts: int, floats: int) -> list[nn.Module]:
-    """Return parts of a recorded pipeline. Several parts of one stage share its recorded time alike."""
-    recorded: list[list[tuple[float, float]]] = [[] for _ in range(stages)]
+    """Return parts of a recorded pipeline. Several parts of one stage share its recorded time alike. Stages that sleep
+    as the same recorded one begin at different steps of the recording."""
+    recorded: list[list[tuple[float, float]]] = [[] for _ in range(RECORDED_STAGES)]
     with RECORDED.open() as file:
         for row in csv.DictReader(file):
             recorded[int(row["stage"])].append((float(row["forward_s"]), float(row["backward_s"])))
     scale = FORWARD_S / (sum(f for f, _ in recorded[0]) / len(recorded[0])) * stages / parts
-    return [EmulatedPart([(f * scale, b * scale) for f, b in recorded[n % stages]], floats) for n in range(parts)]
+    made: list[nn.Module] = []
+    for part in range(parts):
+        times = recorded[recorded_as(part % stages, stages)]
+        first = (part % stages) * len(times) // stages if stages > RECORDED_STAGES else 0
+        made.append(EmulatedPart([(f * scale, b * scale) for f, b in times], floats, first))
+    return made
 
 
 class OtherWays:
@@ -143,6 +159,7 @@ def main() -> None:
     parser.add_argument(
         "--seconds", type=float, default=0.0, help="end with the round that is in hand then; 0: no limit"
     )
+    parser.add_argument("--stages", type=int, default=4, help="of an emulated pipeline")
     parser.add_argument("--emulated", default="", help="a schedule: stages sleep as long as recorded ones computed")
     args = parser.parse_args()
     sides = FEW if args.few else SIDES
@@ -162,7 +179,7 @@ def main() -> None:
     if args.emulated:
         parts = 2 if "Interleaved" in args.emulated else 1
         schedule = getattr(pipelining, args.emulated)
-        made: Any = emulated(STAGES, parts * STAGES, FLOATS // parts)
+        made: Any = emulated(args.stages, parts * args.stages, FLOATS // parts)
         model = job.pipeline(
             made, schedule=schedule, microbatches=args.microbatches, loss_fn=lambda out, y: (out - y).square().mean()
         )

@@ -11,7 +11,9 @@ steps; ``rounds`` says how many there were.
 
 ``--emulated``: emulated device time instead: four stages sleep in place of computing, as long as the stages of a
 recorded job computed (scaled to 4 ms for a forward of the first stage; ``examples/recordings``), in three schedules;
-so four stages do without four cores. Parameters are 1 MB for each stage, with AdamW 3 MB of state.
+so four stages do without four cores. Parameters are 1 MB for each stage, with AdamW 3 MB of state. ``--stages 8``:
+eight of them; no recorded job has as many, so the two recorded stages in the middle stand for six, each from another
+recorded step on. As many microbatches as stages. ``--schedule NAME``: one of the three.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks._bubble_job import FEW, SIDES, STAGES
+from benchmarks._bubble_job import FEW, SIDES
 from benchmarks._jobs import Job
 from benchmarks._measure import ROOT, Result, interval, median, say
 
@@ -32,17 +34,17 @@ SCHEDULES = ("ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B")
 
 
 def measured(
-    size: str, microbatches: int, rounds: int, limit_s: float, emulated: str = "", seconds: float = 0.0
+    size: str, microbatches: int, rounds: int, limit_s: float, emulated: str = "", seconds: float = 0.0, count: int = 2
 ) -> Result:
-    """Run one job and compare its blocks. ``emulated``: the schedule of stages that sleep; "": they compute.
+    """Run one job of ``count`` stages and compare its blocks. ``emulated``: the schedule of stages that sleep; "": they
+    compute.
     ``seconds``: for so long, and only with and without copies; 0: all rounds and all sides."""
     sides, block = (FEW, 2) if seconds else (SIDES, BLOCK)
-    count = STAGES if emulated else 2
     result: Result = {"figures": {}, "aims": {}, "holds": {}, "spread": {}}
     with tempfile.TemporaryDirectory() as folder:
         script = ["--", str(ROOT / "benchmarks" / "_bubble_job.py"), "--size", size, "--out", folder]
         script += ["--microbatches", str(microbatches), "--rounds", str(rounds), "--block", str(block)]
-        script += ["--emulated", emulated] if emulated else []
+        script += ["--emulated", emulated, "--stages", str(count)] if emulated else []
         script += ["--few", "--seconds", str(seconds)] if seconds else []
         flags = ["run", "--mode", "pipeline", "--stages", str(count), "--copy-every", "1"]
         job = Job(Path(folder), flags, script, limit_s)
@@ -51,7 +53,11 @@ def measured(
         finally:
             job.main.kill()
         stages = [json.loads((Path(folder) / f"stage{number}.json").read_text()) for number in range(count)]
-    name = f"emulated_{emulated}_m{microbatches}" if emulated else f"{size}_m{microbatches}"
+    name = (
+        f"emulated_{emulated}{'' if count == 4 else f'_p{count}'}_m{microbatches}"
+        if emulated
+        else f"{size}_m{microbatches}"
+    )
     per_round = len(sides) * (block - 1)
     steps = stages[0]["steps"]
     found: dict[str, list[float]] = {}
@@ -91,13 +97,17 @@ def run(quick: bool, arguments: Sequence[str] = ()) -> Result:
     parser.add_argument("--size", choices=("small", "gpt30m"))
     parser.add_argument("--rounds", type=int, default=3 if quick else 200)
     parser.add_argument("--emulated", action="store_true")
+    parser.add_argument("--stages", type=int, choices=(4, 8), default=4, help="of emulated ones")
+    parser.add_argument("--schedule", choices=SCHEDULES, help="of emulated stages")
     parser.add_argument("--microbatches", type=int, choices=(4, 8), help="only so many")
     parser.add_argument("--minutes", type=float, default=0.0, help="of each job, with and without copies only")
     args = parser.parse_args(list(arguments))
     if args.emulated:
         emulated: Result = {"figures": {}, "aims": {}, "holds": {}, "spread": {}}
-        for schedule in SCHEDULES:
-            for kind, values in measured("small", 4, args.rounds, 60.0 + 20.0 * args.rounds, schedule).items():
+        for schedule in (args.schedule,) if args.schedule else SCHEDULES:
+            limit_s = 60.0 * (1.0 + args.minutes) + 20.0 * args.rounds * args.stages / 4
+            some = measured("small", args.stages, args.rounds, limit_s, schedule, 60.0 * args.minutes, args.stages)
+            for kind, values in some.items():
                 emulated[kind].update(values)
         return emulated
     sizes = [args.size] if args.size else ["small"] if quick else ["small", "gpt30m"]
