@@ -98,10 +98,11 @@ class _Index:
 
     ``number``: of each slot, in the order in which they were first filled. ``on``: numbers by node; a number may be
     left of one that has gone elsewhere. ``used``: workers that run on a node. ``order``: of nodes. ``free``: nodes that
-    may have a free place for a worker, and perhaps more. ``vacated``: a process has left its place since this was last
-    set to False."""
+    may have a free place for a worker, and perhaps more. ``uncounted``: the home node, and nodes whose places for
+    workers are not counted, in the order in which nodes are. ``vacated``: a process has left its place since this was
+    last set to False."""
 
-    __slots__ = ("free", "number", "on", "order", "records", "used", "vacated")
+    __slots__ = ("_nodes", "free", "number", "on", "order", "records", "uncounted", "used", "vacated")
 
     def __init__(self, members: Members) -> None:
         self.records: list[SlotRecord] = []
@@ -110,6 +111,8 @@ class _Index:
         self.used: dict[NodeId, int] = {}
         self.order: dict[NodeId, int] = {}
         self.free: dict[NodeId, None] = {}
+        self.uncounted: list[NodeId] = []
+        self._nodes = members.nodes
         self.vacated = False
         for record in members.all():
             self.add(record)
@@ -126,6 +129,9 @@ class _Index:
         """Note that a node has joined, or may take more than before."""
         self.order.setdefault(node, len(self.order))
         self.free[node] = None
+        counted = node != HOME_NODE and self._nodes[node].worker_places > 0
+        if counted == (node in self.uncounted):
+            self.uncounted = [n for n, each in self._nodes.items() if n == HOME_NODE or not each.worker_places]
 
     def came(self, record: SlotRecord) -> None:
         """Note that a process is on its node now, or runs again."""
@@ -284,6 +290,7 @@ class Members(msgspec.Struct, dict=True):
         assert {n: c for n, c in now.used.items() if c} == {n: c for n, c in fresh.used.items() if c}, (
             "workers on nodes"
         )
+        assert now.uncounted == fresh.uncounted, "nodes whose places are not counted"
         for node in self.nodes:
             on = [record for record in self.all() if record.member.node == node]
             assert sorted(map(id, self.on(node))) == sorted(map(id, on)), f"who is on {node}"
@@ -320,9 +327,13 @@ class Rooms:
         if node is None and home is not None:
             return home if members.has_room(home) else members.emptiest()
         if node is None:
-            open_ = (n for n, known in members.nodes.items() if n == HOME_NODE or not known.worker_places)
-            node = next(filter(members.has_room, open_), None)
+            node = next(filter(members.has_room, members.index.uncounted), None)
         return node if node is not None else members.emptiest()
+
+    def full(self) -> bool:
+        """Return whether no node has a place for one more worker."""
+        index, has_room = self._members.index, self._members.has_room
+        return not any(map(has_room, index.free)) and not any(map(has_room, index.uncounted))
 
     def taken(self, node: NodeId) -> None:
         """A process was started on ``node``."""

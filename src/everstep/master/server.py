@@ -76,6 +76,7 @@ from everstep.master.graph_controller import GraphController
 from everstep.master.hangs import Hangs
 from everstep.master.hot import HotPartitionController
 from everstep.master.metrics import MetricsServer
+from everstep.master.notes import agents_to_tell
 from everstep.master.observe import Observer
 from everstep.master.policy import PolicyController
 from everstep.master.readings import METRICS_FILE, Readings
@@ -91,7 +92,7 @@ from everstep.monitor.prometheus import Key, MetricsPage
 from everstep.monitor.viewer import make_job_view, make_speed_view
 from everstep.net import messages as wire
 from everstep.net.auth import Identity, Secret, load_secret
-from everstep.net.control_server import ControlServer, Later, Peer
+from everstep.net.control_server import ControlServer, Later, Peer, broadcast
 from everstep.net.log import log_plainly
 from everstep.net.rendezvous import MASTER_SOCKET, SECRET_FILE, MasterInfo, read_master, write_master
 from everstep.net.sockets import listen_tcp, listen_unix, parse_host_port
@@ -405,19 +406,14 @@ class Master:
                 self._order(self._agents.get(node), instruction)
                 self._note(at, f"{role}:{slot}", decision, incarnation=incarnation)
             case PublishPlacement(placement, decision):
-                for peer in list(self._members.values()):
-                    self._order(peer, instruction)
+                broadcast(self._members.values(), instruction)
                 self._note(at, "", decision, version=placement.version)
             case PublishGroup(group, decision):
                 self.store.forget(group.generation)
-                for key, peer in list(self._members.items()):
-                    if key.role is Role.WORKER:
-                        self._order(peer, instruction)
+                broadcast([peer for key, peer in self._members.items() if key.role is Role.WORKER], instruction)
                 self._note(at, "", decision)
             case ReleaseShards():
-                for key, peer in self._members.items():
-                    if key.role is Role.PS:
-                        self._order(peer, instruction)
+                broadcast([peer for key, peer in self._members.items() if key.role is Role.PS], instruction)
             case RevokeLease(member, _, decision):
                 self._order(self._members.get(member), instruction)
                 self._note(at, str(member), decision)
@@ -468,9 +464,8 @@ class Master:
         if decision.rejected:
             line["rejected"] = decision.rejected
         self._events.write(line)
-        note = Note(member, Decision(decision.action, decision.reason))
-        for peer in self._agents.values():
-            self._order(peer, note)
+        agents = agents_to_tell(member, self._agents, self.brain.members)
+        broadcast(agents, Note(member, Decision(decision.action, decision.reason)))
 
     # ------------------------------------------------------------ requests
 
@@ -721,8 +716,7 @@ class Master:
 
     def _finish_job(self, finish: FinishJob) -> None:
         """Tell everyone (again, to those who said hello since), and leave when every ps has written its last cut."""
-        for peer in self.server.peers:
-            peer.send(finish)
+        broadcast(self.server.peers, finish)
         if self._finish is None:
             self._finish = finish
             self._finished_at = self.clock.now()

@@ -132,19 +132,20 @@ class MemberWindows:
         """Return the beats at both ends of a window (with ``at``), None: not two of different times; medians inside."""
         medians: dict[str, list[float]] = {name: [] for name in MEDIANS}
         first = last = None
-        for then, readings in reversed(self._beats):
+        for beat in reversed(self._beats):  # (of thousands of members, every few seconds: nothing is copied here)
+            then, readings = beat
             if last is None:
                 if then < at - span_s:
                     break
-                last = {**readings, "at": then}
-            elif then < last["at"]:
-                first = {**readings, "at": then}
+                last = beat
+            elif then < last[0]:
+                first = beat
             if then <= at - span_s:
                 break  # (its medians are of the time before)
             for name in MEDIANS:
                 if name in readings:
                     medians[name].append(readings[name])
-        return first, last, medians
+        return _with_time(first), _with_time(last), medians
 
 
 class Windows:
@@ -193,6 +194,11 @@ class Windows:
 
 
 _LOOKED_AT = frozenset((*MEDIANS, *COUNTERS, *GAUGES, AT_LEAST))
+
+
+def _with_time(beat: tuple[float, dict[str, float]] | None) -> dict[str, float] | None:
+    """Return the readings of a beat, and its time as ``at``."""
+    return None if beat is None else {**beat[1], "at": beat[0]}
 
 
 def _counts(name: str) -> bool:

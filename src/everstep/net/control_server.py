@@ -11,7 +11,7 @@ import functools
 import itertools
 import socket
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import cast
 
 import msgspec
@@ -78,6 +78,10 @@ class Peer:
         """Queue an order; never waits. To a peer that is gone or does not read: dropped, it hears at its hello."""
         self._connection.write(FrameKind.ORDER, _encoder.encode(order))
 
+    def send_encoded(self, order: bytes) -> None:
+        """Queue an order that is encoded already, as ``send`` does."""
+        self._connection.write(FrameKind.ORDER, order)
+
     def close(self) -> None:
         """Close once everything queued is sent."""
         self._connection.finish()
@@ -88,6 +92,15 @@ class Peer:
 
     def __repr__(self) -> str:
         return f"<Peer {self.identity} {'closed' if self.closed else 'open'}>"
+
+
+def broadcast(peers: Iterable[Peer], order: OrderType) -> None:
+    """Queue one order to many peers; it is encoded once."""
+    encoded = b""
+    for peer in peers:
+        if not peer.closed:
+            encoded = encoded or _encoder.encode(order)
+            peer.send_encoded(encoded)
 
 
 class ControlServer:

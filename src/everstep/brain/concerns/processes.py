@@ -69,6 +69,8 @@ class ProcessConcern(Concern):
         ]
         rooms = Rooms(self.members, Role.WORKER)
         for slot in map(Slot, empty):
+            if rooms.full():
+                break  # (thousands of slots may wait, and each node that joins takes a few of them)
             out += self.start(Role.WORKER, slot, at, Decision("start", "the job wants this worker"), rooms)
         return out
 
