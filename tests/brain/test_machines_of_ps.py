@@ -25,7 +25,13 @@ class Job:
     """A brain, and ps that have at once what they are to have."""
 
     def __init__(
-        self, ranks: bool = True, refills: bool = True, saves: bool = True, flows: bool = True, **fields: Any
+        self,
+        ranks: bool = True,
+        refills: bool = True,
+        saves: bool = True,
+        flows: bool = True,
+        awaits: bool = True,
+        **fields: Any,
     ) -> None:
         self.brain, self.at = Brain(), 100.0
         self.notes: list[str] = []
@@ -33,7 +39,7 @@ class Job:
         self.starting: list[said.StartProcess] = []
         self.stopping: list[said.StopProcess] = []
         self.spec = JobSpec(**{"workers": 0, "partitions": 24, "max_restarts": 1000} | fields)
-        rules = {"ranks": ranks, "refills": refills, "saves": saves, "flows": flows}
+        rules = {"ranks": ranks, "refills": refills, "saves": saves, "flows": flows, "awaits": awaits}
         self.tell(said.MasterStarted(Incarnation(1), self.spec, **said.RULES | rules))
 
     def tell(self, fact: said.FactType, by: said.Sender = said.MASTER) -> None:
@@ -254,7 +260,7 @@ def test_the_last_ps_makes_no_mirrors_of_its_own_partitions() -> None:
 
 def warned(ranks: bool, flows: bool) -> tuple[Job, set[Slot]]:
     """Two of three nodes are to be emptied at once; their ps."""
-    job = three(ranks=ranks, flows=flows, partitions=96)
+    job = three(ranks=ranks, flows=flows, awaits=ranks, partitions=96)
     for node in (B, C):
         job.tell(said.DrainAsked(node, 15.0))
     return job, {Slot(slot) for slot, node in job.nodes.items() if node != HOME_NODE}

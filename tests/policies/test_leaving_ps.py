@@ -39,7 +39,7 @@ def begun(code: ParityCode, ps: int) -> tuple[PlacementBuilder, StripeLayout]:
 
 
 def like(builder: PlacementBuilder, leaving: frozenset[Slot] = frozenset()) -> PlacementBuilder:
-    return msgspec.structs.replace(copy.deepcopy(builder), leaving=leaving)
+    return msgspec.structs.replace(copy.deepcopy(builder), leaving=leaving, awaits=bool(leaving))
 
 
 def all_arrived(builder: PlacementBuilder) -> PlacementBuilder:

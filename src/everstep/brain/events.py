@@ -52,7 +52,8 @@ class MasterStarted(Fact, frozen=True, tag="master_started"):
     a ps that leaves keeps the mirrors that have no place elsewhere until it has given its partitions away. ``frees``,
     likewise: a member that waits in a group whose others have come to the end of their scripts leaves it, and hears
     that its loop is over. ``recalls``, likewise: what a ps has no way to get is remembered until those workers have
-    ended that must not see it begin again."""
+    ended that must not see it begin again. ``awaits``, likewise: after the loss of a ps, partitions move when what was
+    lost is rebuilt and the ps in its place has joined."""
 
     incarnation: Incarnation
     spec: JobSpec
@@ -65,10 +66,11 @@ class MasterStarted(Fact, frozen=True, tag="master_started"):
     keeps: bool = False
     frees: bool = False
     recalls: bool = False
+    awaits: bool = False
 
 
 RULES: Final[dict[str, bool]] = dict.fromkeys(
-    ("settles", "empties", "ranks", "refills", "saves", "flows", "keeps", "frees", "recalls"), True
+    ("settles", "empties", "ranks", "refills", "saves", "flows", "keeps", "frees", "recalls", "awaits"), True
 )
 """What today's masters say of themselves in :class:`MasterStarted`."""
 

@@ -43,6 +43,7 @@ class JobRules(msgspec.Struct, frozen=True, kw_only=True):
     keeps: bool = False
     frees: bool = False
     recalls: bool = False
+    awaits: bool = False
 
 
 class JobState(msgspec.Struct, kw_only=True):

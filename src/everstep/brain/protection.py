@@ -28,14 +28,15 @@ class Protection(msgspec.Struct, kw_only=True, rename={"inconsistent": "torn"}):
     """Holds what the brain knows of partitions and mirrors.
 
     ``layout``: what the placement shall become, over the ps ``over``, which stand at ``sites``. ``uneven``: a node came
-    that offers places, and may get ps of others. ``mirrors``: the last mirror id used. ``ready``: mirrors that have
-    everything. ``inconsistent``: mirrors that lack something for good, until the map names them no more. ``missing``:
-    partitions whose owner does not hold them yet. ``leaving``: slots that give everything away and are not filled
-    again, but for ``refill``: where another ps is started then. ``wave``: slots of ps that were started together: they
-    get something when all of them have joined, by one plan. ``maps``:
-    acknowledgements that count, newest last, none by a map from before ``counts_from``. ``gone``: partitions of which
-    nothing is left, and which begin empty again once the workers ``ending`` have ended: they have the tables' first
-    rows no more, and must not see these partitions without them.
+    that offers places, and may get ps of others. ``awaited_until``: until then partitions stay where they are, since a
+    ps is being started in the place of a lost one; 0.0: none is. ``mirrors``: the last mirror id used. ``ready``:
+    mirrors that have everything. ``inconsistent``: mirrors that lack something for good, until the map names them no
+    more. ``missing``: partitions whose owner does not hold them yet. ``leaving``: slots that give everything away and
+    are not filled again, but for ``refill``: where another ps is started then. ``wave``: slots of ps that were started
+    together: they get something when all of them have joined, by one plan. ``maps``: acknowledgements that count,
+    newest last, none by a map from before ``counts_from``. ``gone``: partitions of which nothing is left, and which
+    begin empty again once the workers ``ending`` have ended: they have the tables' first rows no more, and must not see
+    these partitions without them.
     """
 
     placement: Placement | None = None
@@ -57,6 +58,7 @@ class Protection(msgspec.Struct, kw_only=True, rename={"inconsistent": "torn"}):
     went_back: bool = False
     sites: tuple[PsSite, ...] = ()
     uneven: bool = False
+    awaited_until: float = 0.0
 
     def forget(self) -> None:
         """There is no map any more: nothing was trained that it would be for."""

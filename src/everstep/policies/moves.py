@@ -8,6 +8,10 @@ begin.
 A ps that leaves does not wait for this: as many of its partitions as may be are on their way at any time, and those
 that are complete switch as soon as they are many.
 
+After the loss of a ps, what it had is rebuilt first. Then mirrors are made for the stripes that have none. Other ps
+keep their partitions until the ps in its place has joined, if one is awaited: it takes its share in one change of
+owners, and nothing moves twice.
+
 Of ps that leave, what would be lost with all of them moves first, and nothing beside it: they may go before they are
 empty, and what others have a mirror of comes back without them.
 
@@ -26,6 +30,7 @@ from everstep.policies.placement_builder import How, PlacementBuilder, lost_with
 from everstep.policies.stripes import StripeLayout
 
 MOVES_AT_ONCE = 8  # into or out of one ps; of one that leaves: that are not complete
+MOVES_TOGETHER = 32  # the same of masters with the rule ``awaits``: each change of owners costs more than its moves
 BUILDS_AT_ONCE = 4  # stripes' mirrors being made at one ps; each reads all members of its stripe
 
 
@@ -117,6 +122,7 @@ def _mirrors(
     alone."""
     rows = builder.rows()
     building: dict[Slot, int] = {}
+    rebuilds, stays = builder.rebuilds, builder.stays
     for mirror in builder.mirrors:
         if mirror.kind is MirrorKind.PARITY and mirror.id not in builder.ready:
             building[mirror.at] = building.get(mirror.at, 0) + 1
@@ -129,7 +135,7 @@ def _mirrors(
             if all(_is_made(builder, layout, rows, stripe, other) for other in range(builder.code.m)):
                 _drop(builder, _given_up(builder, rows.get((stripe, row), [])), steps)
             continue
-        site, have = layout.sites[stripe][row], rows.get((stripe, row), [])
+        site, have = _site(builder, layout, stripe, row, stays), rows.get((stripe, row), [])
         there = sorted((m for m in have if m.at == site), key=lambda m: (m.id not in builder.ready, m.id))
         spare = [m for m in have if m.at != site and m.id in builder.ready]
         if there and there[0].id in builder.ready:
@@ -143,10 +149,20 @@ def _mirrors(
                 spare = []
         keep = {m.id for m in (*there[:1], *spare[:1])}
         _drop(builder, [m for m in have if m.id not in keep], steps)
+        if rebuilds or (stays and spare):
+            continue  # a mirror that shares a ps with a member protects against the loss of the other ps
         if not there and building.get(site, 0) < at_once and (not exposed or not exposed.isdisjoint(members)):
             builder.add(members, site, row, MirrorKind.PARITY)
             building[site] = building.get(site, 0) + 1
             steps.built += 1
+
+
+def _site(builder: PlacementBuilder, layout: StripeLayout, stripe: int, row: int, stays: bool) -> Slot:
+    """Return the place of a row's mirror. ``stays``: where a member has it that does not move now, the place where that
+    member was to be."""
+    site = layout.sites[stripe][row]
+    here = [b for b in builder.members(stripe) if builder.owner[b] == site] if stays else []
+    return layout.owner[here[0]] if here else site
 
 
 def _leaves(builder: PlacementBuilder, partition: PartitionId) -> bool:
@@ -209,6 +225,9 @@ def _begin(
         PartitionId(b) for b, slot in enumerate(builder.owner) if slot != layout.owner[b] and b not in builder.missing
     ]
     wanted = [b for b in wanted if b in exposed] or wanted
+    if builder.stays:
+        wanted = []
+    at_once = MOVES_TOGETHER if builder.awaits and not builder.leaving else MOVES_AT_ONCE
     if moves:
         moving = {m.members[0] for m in moves}
         wanted = [b for b in wanted if b not in moving and _leaves(builder, b)]
@@ -216,7 +235,7 @@ def _begin(
         source, target = builder.owner[partition], layout.owner[partition]
         if any(b in builder.missing for b in builder.members(partition // builder.code.k)):
             continue
-        if max(busy.get(source, 0), busy.get(target, 0)) >= MOVES_AT_ONCE:
+        if max(busy.get(source, 0), busy.get(target, 0)) >= at_once:
             continue
         busy[source] = busy.get(source, 0) + 1
         busy[target] = busy.get(target, 0) + 1

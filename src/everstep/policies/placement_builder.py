@@ -36,8 +36,9 @@ class PlacementBuilder(msgspec.Struct, kw_only=True):
     """Is the next placement while it is being made. ``ready``: ids of mirrors that have everything. ``version``: of the
     placement that this becomes; ``routing``: of the one before, when its owners last changed. ``next_id``: of the next
     new mirror. ``snapshots``: as in the placement. ``stuck``: partitions of which their living owner says that it
-    cannot get them. ``leaving``: ps that are to give everything away, and may go before they have. ``empties``,
-    ``flows``, ``keeps``: see :class:`everstep.brain.events.MasterStarted`."""
+    cannot get them. ``leaving``: ps that are to give everything away, and may go before they have. ``awaited``: a ps is
+    being started in the place of a lost one. ``empties``, ``flows``, ``keeps``, ``awaits``: see
+    :class:`everstep.brain.events.MasterStarted`."""
 
     code: ParityCode
     version: int
@@ -54,6 +55,8 @@ class PlacementBuilder(msgspec.Struct, kw_only=True):
     flows: bool = True
     leaving: frozenset[Slot] = frozenset()
     keeps: bool = True
+    awaits: bool = True
+    awaited: bool = False
 
     @property
     def stripes(self) -> int:
@@ -61,6 +64,17 @@ class PlacementBuilder(msgspec.Struct, kw_only=True):
 
     def members(self, stripe: int) -> tuple[PartitionId, ...]:
         return members_of(self.code, stripe, len(self.owner))
+
+    @property
+    def rebuilds(self) -> bool:
+        """Return whether lost partitions are being rebuilt, before anything else is made or moved."""
+        first = self.awaits and not self.leaving
+        return first and any(pending.how is How.RECONSTRUCT for pending in self.missing.values())
+
+    @property
+    def stays(self) -> bool:
+        """Return whether partitions, and mirrors that are complete, stay where they are for now."""
+        return self.rebuilds or (self.awaits and self.awaited and not self.leaving)
 
     def rows(self) -> dict[tuple[int, int], list[Mirror]]:
         """Return the stripes' mirrors by (stripe, row); more than one while a row goes to another ps."""

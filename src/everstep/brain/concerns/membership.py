@@ -63,7 +63,7 @@ class MemberConcern(Concern):
             inputs: Inputs = {"pid": e.pid, "incarnation": e.incarnation}
             out.append(Note(str(member.key), Decision("joined", f"process {e.pid} on {e.node}", inputs)))
         if e.role is Role.PS:
-            out += self.concerns.placement.place(record, moved or new, e.holds)
+            out += self.concerns.placement.place(record, moved or new, e.holds, event.at)
         revoked = tuple(lease.no for lease in e.leases if not self.concerns.training.confirm(record, lease))
         placement = self.state.placement if job.spec.ps else _NO_PS
         welcome: Out = [Reply(Welcome(job.master_incarnation, placement, revoked))]

@@ -162,14 +162,27 @@ class PartitionMaps(PartitionPart):
         protection.sites = sites
         if same and not recovered.partitions:
             return protection.layout
-        owner = list(protection.layout.owner)
+        before = self._kept(builder) if builder.awaits else protection.layout
+        owner = list(before.owner)
         for partition in recovered.partitions:
             owner[partition] = builder.owner[partition]
         protection.over = tuple(sorted(staying))
         if apart:
             out += self._say_cover()
-        old = StripeLayout(tuple(owner), protection.layout.sites)
+        old = StripeLayout(tuple(owner), before.sites)
         return arrange(builder.code, len(owner), protection.over, old, self.reader.limits())
+
+    def _kept(self, builder: PlacementBuilder) -> StripeLayout:
+        """Return where all is, or is on its way to: what the wanted layout had beside that was not begun."""
+        layout = self.protection.layout
+        assert layout is not None
+        owner, sites = list(builder.owner), [list(row) for row in layout.sites]
+        for mirror in under_way(builder):
+            owner[mirror.members[0]] = mirror.at
+        for (stripe, row), mirrors in builder.rows().items():
+            if all(m.at != sites[stripe][row] for m in mirrors):
+                sites[stripe][row] = min(mirrors, key=lambda m: (m.id not in builder.ready, m.id)).at
+        return StripeLayout(tuple(owner), tuple(map(tuple, sites)))
 
     def _losses(self, recovered: Recovered) -> list[InstructionType]:
         """Reopen the done shards that some partition may lack."""

@@ -121,6 +121,8 @@ class PartitionReader:
             flows=self.job.rules.flows,
             leaving=frozenset(protection.leaving) if self.job.rules.ranks else frozenset(),
             keeps=self.job.rules.keeps,
+            awaits=self.job.rules.awaits,
+            awaited=self.protection.awaited_until > 0.0,
         )
 
     def may_begin_again(self) -> bool:
@@ -138,6 +140,12 @@ class PartitionReader:
             and record.member.incarnation > place.incarnation
             and record.member.address is None
         )
+
+    def awaits_ps(self, at: float) -> bool:
+        """Return whether a ps is being started in the place of a lost one, and may still be waited for."""
+        servers = self.members.servers.values()
+        starting = any(s.running and not s.stopping and s.member.address is None for s in servers)
+        return starting and at < self.protection.awaited_until
 
     def early(self) -> set[Slot]:
         """Ps that have joined and wait for others of their wave: each plan of its own would move partitions twice."""

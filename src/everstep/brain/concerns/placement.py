@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 
 END_GRACE_S = 0.1  # one whose work is void
+AWAITED_S = 3.0  # so long partitions stay where they were rebuilt, for the ps in the place of the lost one to come
 _CRASHES = frozenset({-4, -6, -7, -8, -11})  # ILL, ABRT, BUS, FPE, SEGV: of its own doing
 
 
@@ -51,15 +52,22 @@ class PlacementConcern(Concern):
         self.state.protection.went_back = False
 
     def settle(self, event: Event, out: Out) -> Out:
-        """Have partitions wait for workers to end, before they go back to something older."""
-        return self.settle_map() if self.state.protection.gone and not self.job.over else []
+        """Have partitions wait for workers to end, before they go back to something older, and for the ps in the place
+        of a lost one."""
+        protection = self.state.protection
+        if protection.awaited_until and not self.reader.awaits_ps(event.at):
+            protection.awaited_until = 0.0
+            return self.settle_map("no ps is awaited any more")
+        return self.settle_map() if protection.gone and not self.job.over else []
 
     def validate(self) -> None:
         self._maps.validate()
 
-    def place(self, record: SlotRecord, changed: bool, holds: Holdings | None) -> Out:
+    def place(self, record: SlotRecord, changed: bool, holds: Holdings | None, at: float) -> Out:
         """A ps said hello: make the first map once all have, or take up what it tells."""
         member = record.member
+        if not self.reader.awaits_ps(at):
+            self.state.protection.awaited_until = 0.0
         old = self.state.placement
         if old is None:
             servers = self.members.servers

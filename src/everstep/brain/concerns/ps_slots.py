@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from everstep.brain.concerns.concern import Concern, Inputs, Out
+from everstep.brain.concerns.placement import AWAITED_S
 from everstep.brain.events import Event, Note, StopProcess
 from everstep.brain.members import SlotRecord
 from everstep.ids import Slot
@@ -36,6 +37,9 @@ class PsSlotConcern(Concern):
                 why = Decision("restart", f"it was lost before it held anything: {reason}", inputs)
                 return out + self.concerns.processes.start(Role.PS, member.slot, at, why, replaces=True)
             return [*out, self.fail(4, f"{member.key} does not start: {reason}; see logs/ps-{member.slot}.log")]
+        once = job.rules.awaits and record.streak <= 1 and member.slot not in self.state.protection.leaving
+        if once and member.slot < job.ps_wanted and may_restart(record.streak, job.spec.max_restarts):
+            self.state.protection.awaited_until = at + AWAITED_S
         out += self.concerns.placement.settle_map(f"{member.key} was lost ({reason})")
         self._refill(member.slot)
         node = self.members.nodes.get(member.node)
