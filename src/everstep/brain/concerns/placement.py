@@ -57,7 +57,7 @@ class PlacementConcern(Concern):
         protection = self.state.protection
         if protection.awaited_until and not self.reader.awaits_ps(event.at):
             protection.awaited_until = 0.0
-            return self.settle_map("no ps is awaited any more")
+            return self.settle_map()
         return self.settle_map() if protection.gone and not self.job.over else []
 
     def validate(self) -> None:
