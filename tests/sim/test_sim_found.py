@@ -125,6 +125,7 @@ def test_leases_held_ahead_do_not_expire_while_their_worker_gets_on() -> None:
         ("machines", 864, None),
         ("machines", 970, None),
         ("paced", 9614, None),
+        ("lag", 10238, None),
         ("machines", 5682, None),
         ("paced", 6140, None),
         ("ps", 5652, None),

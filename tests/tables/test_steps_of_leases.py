@@ -249,6 +249,30 @@ def test_what_is_pending_and_does_not_fit_any_more_is_handed_out_again_after_the
     assert c.marks(7) == [120] * PARTITIONS and c.marks(8) == [140] * PARTITIONS
 
 
+def test_a_step_with_a_batch_and_the_one_handed_out_anew_for_it_is_pushed_to_nobody() -> None:
+    """Simulator, mix lag, seed 10238: a script summed up both, though they are not ``alike``."""
+    c = cluster()
+    a, b, *_ = c.works(4)
+    for work in (a, b):
+        c.m.hold_back(work)
+    for ps in c.ps:
+        assert ps.push(7, 100, 105, 1).applied == 2  # all partitions stand inside the first batch
+    places = tuple(PsPlace(Slot(s), ONE, Address(NodeId("node0"))) for s in range(2))
+    c.m.placement(Placement(2, tuple(Slot(b % 2) for b in range(PARTITIONS)), places))
+    c.open(FIRST, SECOND)
+    c.m.set_batch_samples(5)
+    c.deliver(step(c.m, *c.works(1)))
+    c.m.set_batch_samples(10)
+    [again] = c.works(1)
+    assert (again.lo, again.hi) == (b.lo, b.hi) and not c.m.alike([b, again])
+    out = step(c.m, b, again)
+    assert not only(out, SendPush) and only(out, SendOpen), "its gradients hold these samples twice"
+    c.open(FIRST)
+    while (work := c.m.next_work()) is not None:
+        c.deliver(step(c.m, work))
+    assert c.marks(7) == [120] * PARTITIONS
+
+
 def test_a_batch_is_split_and_its_halves_go_with_two_steps() -> None:
     c = cluster()
     a, b, *_ = c.works(4)

@@ -710,7 +710,7 @@ class WorkerProtocol:
         step = _Step(tuple(wholes), tuple(spans), {}, not skipped and not any(learnt for _, learnt in works))
         mine = self._take(wholes, works)
         helds = [self._held[no] for no in mine if no in self._held]
-        fits = len(helds) == len(wholes) and self._fit(wholes, mine)
+        fits = len(helds) == len(wholes) and self._fit(wholes, mine, [work for work, _ in works])
         if step.shared and any(held.state is not _State.ACTIVE for held in helds):
             fits = False
         if not fits:
@@ -749,9 +749,15 @@ class WorkerProtocol:
             held.handed = [b for b in held.handed if b not in found]
         return mine
 
-    def _fit(self, wholes: Sequence[RangeWork], mine: dict[LeaseNo, list[_Batch]]) -> bool:
-        """Return whether all of a step is wanted still, by the same partitions."""
+    def _fit(
+        self, wholes: Sequence[RangeWork], mine: dict[LeaseNo, list[_Batch]], works: Sequence[RangeWork]
+    ) -> bool:
+        """Return whether all of a step is wanted still, by the same partitions, and each sample is in it once: a work
+        from before a reopening may stand beside the one that was handed out anew for it."""
         batches = [b for found in mine.values() for b in found]
+        for no in mine:
+            if any(a.hi != b.lo for a, b in pairwise(work for work in works if work.lease.no == no)):
+                return False
         if not all(mine.values()) or any(b.partitions != batches[0].partitions for b in batches):
             return False
         return all(
