@@ -749,9 +749,7 @@ class WorkerProtocol:
             held.handed = [b for b in held.handed if b not in found]
         return mine
 
-    def _fit(
-        self, wholes: Sequence[RangeWork], mine: dict[LeaseNo, list[_Batch]], works: Sequence[RangeWork]
-    ) -> bool:
+    def _fit(self, wholes: Sequence[RangeWork], mine: dict[LeaseNo, list[_Batch]], works: Sequence[RangeWork]) -> bool:
         """Return whether all of a step is wanted still, by the same partitions, and each sample is in it once: a work
         from before a reopening may stand beside the one that was handed out anew for it."""
         batches = [b for found in mine.values() for b in found]
