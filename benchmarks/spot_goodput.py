@@ -8,6 +8,12 @@ train again, reading 1 GB not counted. Parcae's repository sweeps 17 to 300 s fo
 ``NAME.of_restart``, ``of_varuna_like``, ``of_bamboo_like``: everstep's goodput over theirs; the least of all stories.
 Bamboo's redundant work is taken as free, so its row is more than it would reach. ``curve``: 16 machines, each of which
 goes after so long on average, at any moment, and is replaced after two minutes.
+
+``parcae_HOURS``: the four hours of the Bamboo recording that Parcae (NSDI '24) trains in: ``hh`` 5.5 to 6.5, ``hl`` 1.5
+to 2.5, ``lh`` 8 to 9, ``ll`` 10 to 11. The first letter says whether many machines are there, the second whether many
+go (both high or low). ``restart_Ns``: with that of its costs of a restart. State goes from machine to machine as fast
+as it measured there, 1 GiB in 1.2 s. Parcae's planner itself is not rebuilt: it predicts losses, and picks pipelines.
+Its figures are for models that are cut into stages, ours for a whole copy of 1 GB on each machine.
 """
 
 from __future__ import annotations
@@ -16,9 +22,9 @@ from benchmarks._measure import ROOT, Result, each_round, median, say, spread
 from everstep.config.spec import JobSpec
 from everstep.model.capacity import Market, Offer
 from everstep.platforms.trace_capacity import read_trace
-from everstep.platforms.trace_variants import by_chance
+from everstep.platforms.trace_variants import between, by_chance
 from everstep.sim.elastic.forecast import Story, others, stories, virtual, work_of
-from everstep.sim.elastic.job_model import MeasuredJob
+from everstep.sim.elastic.job_model import Figure, MeasuredJob
 
 SPOT = ROOT / "benchmarks" / "traces" / "spot"
 TRACES = {  # the recording, and hours of a job there
@@ -29,6 +35,8 @@ TRACES = {  # the recording, and hours of a job there
     "bamboo_g4dn": ("g4dn-trace.csv.gz", 8.0),
     "gcp_a100": ("a100x1-east1b.txt.gz", 12.0),
 }
+PARCAE = {"hh": (5.5, 6.5), "hl": (1.5, 2.5), "lh": (8.0, 9.0), "ll": (10.0, 11.0)}  # hours of its recording
+PARCAE_MODEL = MeasuredJob({"copy_bytes_per_s": Figure((1 << 30) / 1.198256, "measured by Parcae on p3.2xlarge")})
 BETWEEN_S = {"1m": 60.0, "10m": 600.0, "1h": 3600.0, "6h": 21_600.0, "1d": 86_400.0}
 RESTARTS_S = (17.0, 60.0, 300.0)
 SPEC = JobSpec(mode="allreduce", ps=0, checkpoint_every="30m")
@@ -47,8 +55,22 @@ def _one(story: Story, hours: float, restart_s: float) -> dict[str, float]:
     return {"everstep": ours.goodput, **{name: ruled.outcome.goodput for name, ruled in theirs.items()}}
 
 
+def _parcae(hours: tuple[float, float]) -> dict[str, float]:
+    """Return goodput by name within one hour of the recording, whatever is left to train at its end."""
+    begin_s, end_s = (hour * 3600 for hour in hours)
+    trace = between(read_trace(SPOT / TRACES["bamboo_p3"][0]), begin_s, end_s)
+    story, length_s = Story(trace, OFFER, trace.most), end_s - begin_s
+    work = work_of(int(2 * length_s * PARCAE_MODEL.rate(1 + trace.most)), 1, PARCAE_MODEL.batch_samples)
+    found = {"everstep": virtual(SPEC, work, PARCAE_MODEL, story, 0.0, length_s).goodput}
+    for restart_s in RESTARTS_S:
+        for who, ruled in others(SPEC, work, PARCAE_MODEL, story, length_s, restart_s).items():
+            if who != "restart_young":
+                found[f"restart_{restart_s:.0f}s.{who}"] = ruled.outcome.goodput
+    return found
+
+
 def run(quick: bool) -> Result:
-    """Play all recordings from several moments on, and the curve."""
+    """Play all recordings from several moments on, the hours of Parcae, and the curve."""
     seeds = 1 if quick else 3
     traces = dict(list(TRACES.items())[2:4]) if quick else TRACES
     between = {name: s for name, s in BETWEEN_S.items() if not quick or name in ("10m", "1h")}
@@ -64,6 +86,13 @@ def run(quick: bool) -> Result:
         for who, all_ in ratios.items():
             all_ += [one["everstep"] / one[who] for one in found]
         say(f"{name}: {found[0]}")
+    for name, hours in PARCAE.items():
+        parcae = _parcae(hours)
+        figures |= {f"parcae_{name}.{who}": value for who, value in parcae.items()}
+        for key, value in parcae.items():
+            if key != "everstep":
+                ratios[key.partition(".")[2]].append(parcae["everstep"] / value)
+        say(f"parcae {name}: {parcae}")
     for restart_s in () if quick else RESTARTS_S:
         found = [_one(s, 8.0, restart_s) for s in stories(read_trace(SPOT / TRACES["bamboo_p3"][0]), OFFER, 0, seeds)]
         for who in ("everstep", "restart", "varuna_like"):

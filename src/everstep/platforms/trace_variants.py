@@ -34,6 +34,19 @@ def from_moment(trace: Trace, moment_s: float) -> Trace:
     return Trace(tuple(out), length_s, most_of(out))
 
 
+def between(trace: Trace, begin_s: float, end_s: float) -> Trace:
+    """Return a part of the recording. Machines that are there when it begins come with its begin; those that are there
+    when it ends are not taken back. Raise TraceError if it is no part."""
+    if not 0 <= begin_s < end_s <= trace.length_s:
+        raise TraceError(f"from {begin_s:g} to {end_s:g} s: the recording has 0 to {trace.length_s:g} s")
+    lives = []
+    for life in trace.lives:
+        gone_s = trace.length_s + 1 if life.end_s is None else life.end_s
+        if life.begin_s < end_s and gone_s > begin_s:
+            lives.append(MachineLife(max(0.0, life.begin_s - begin_s), gone_s - begin_s if gone_s < end_s else None))
+    return Trace(tuple(lives), end_s - begin_s, most_of(lives))
+
+
 def most_of(lives: list[MachineLife]) -> int:
     """Return how many machines there are at a time, at most."""
     changes = sorted([(life.begin_s, 1) for life in lives] + [(x.end_s, -1) for x in lives if x.end_s is not None])
