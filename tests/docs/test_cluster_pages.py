@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -57,11 +58,13 @@ class Shell:
 
     def __init__(self, folder: Path, env: Mapping[str, str]) -> None:
         (folder / "train.py").write_text(SCRIPT)
-        everstep = folder / "bin" / "everstep"
-        everstep.parent.mkdir()
-        everstep.write_text(f'#!/bin/sh\nexec {sys.executable} -m everstep.cli "$@"\n')
-        everstep.chmod(0o755)
-        path = f"{everstep.parent}:{env.get('PATH', os.environ['PATH'])}"
+        commands = folder / "bin"
+        commands.mkdir()
+        for name, module in {"everstep": "everstep.cli", "ray": "ray.scripts.scripts"}.items():
+            command = commands / name
+            command.write_text(f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n')
+            command.chmod(0o755)
+        path = f"{commands}:{env.get('PATH', os.environ['PATH'])}"
         self.folder, self.env = folder, {**os.environ, **env, "PATH": path}
         self.job: subprocess.Popen[bytes] | None = None
 
@@ -82,13 +85,13 @@ class Shell:
         logs = [self.folder / "job.log", *self.folder.glob("*/nodes/*.log"), self.folder / "flights.log"]
         return "\n".join(log.read_text()[-2000:] for log in logs if log.exists())
 
-    def until(self, members: int, whole: bool = True) -> None:
+    def until(self, members: int, whole: bool = True, run_dir: str = "flights") -> None:
         """Wait until so many workers and as many ps are up, and, if ``whole``, every partition is protected."""
         end = time.monotonic() + 240
         view = None
         while True:
             with contextlib.suppress(EverstepError):
-                view = ask_view(self.folder / "flights")
+                view = ask_view(self.folder / run_dir)
                 up = [m for m in view.members if m.up and m.role != "master"]
                 safe = view.protection is not None and view.protection.full == 64 and view.samples_total > 0
                 if len(up) == 2 * members and (safe or not whole):
@@ -119,6 +122,8 @@ def follow(shell: Shell, line: str) -> None:
     shell.type(line)
     if line.startswith("everstep run"):
         shell.until(3)
+    elif line.startswith("ray job submit"):
+        shell.until(3, run_dir="submitted")
     elif line.startswith("everstep scale"):
         shell.until(2)
     elif line.startswith("everstep stop"):
@@ -173,14 +178,19 @@ def test_the_page_of_ray(tmp_path: Path, shells: list[Shell]) -> None:
     sys.path.insert(0, str(ROOT / "tests" / "platforms"))
     from ray_here import RayHere
 
-    ray = RayHere(3)
+    jobs = importlib.util.find_spec("aiohttp_cors") is not None
+    ray = RayHere(3, jobs=jobs)
     try:
-        shell = Shell(tmp_path, {"RAY_ADDRESS": ray.address})
+        shell = Shell(tmp_path, {"RAY_ADDRESS": ray.address, "RAY_API_SERVER_ADDRESS": ray.jobs_at})
         shells.append(shell)
+        (settings,) = [block.removeprefix("json\n") for block in BLOCKS["ray"] if block.startswith("json\n")]
+        (tmp_path / "train.json").write_text(settings)
         killed = False
         for line in SHELL["ray"]:
             if line.startswith("pip "):
                 continue
+            if line.startswith("ray job submit") and not jobs:
+                break
             follow(shell, line)
             if line.startswith("everstep status") and not killed:
                 killed = True

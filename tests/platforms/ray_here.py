@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 _LOOK = """
 import ray, sys, json
@@ -23,13 +28,22 @@ print(gcs.drain_node(sys.argv[2], 2, "taken back", int((time.time() + float(sys.
 
 
 class RayHere:
-    """Runs from its making to ``close``. The head has no CPUs: jobs are on the other nodes."""
+    """Runs from its making to ``close``. The head has no CPUs: jobs are on the other nodes. ``jobs``: it takes those of
+    ``ray job submit``, at ``jobs_at``."""
 
-    def __init__(self, nodes: int = 3, cpus: int = 2) -> None:
+    def __init__(self, nodes: int = 3, cpus: int = 2, jobs: bool = False) -> None:
         from ray.cluster_utils import Cluster
 
-        more = {"include_dashboard": False, "object_store_memory": 80 << 20}
-        self.cluster: Any = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **more})
+        more: dict[str, Any] = {"include_dashboard": jobs, "object_store_memory": 80 << 20}
+        self.jobs_at = ""
+        if jobs:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                more |= {"dashboard_host": "127.0.0.1", "dashboard_port": free.getsockname()[1]}
+            self.jobs_at = f"http://127.0.0.1:{more['dashboard_port']}"
+        with pytest.MonkeyPatch.context() as patch:  # a job of Ray finds the commands of this Python
+            patch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+            self.cluster: Any = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **more})
         self._cpus = cpus
         self.nodes: list[Any] = []
         for _ in range(nodes):
@@ -48,12 +62,26 @@ class RayHere:
         self.nodes.remove(lost)
         self.cluster.remove_node(lost, allow_graceful=False)
 
+    def job_state(self, job: str) -> str:
+        """Return the state of a submitted job: PENDING, RUNNING, SUCCEEDED, FAILED or STOPPED."""
+        from ray.job_submission import JobSubmissionClient
+
+        return str(JobSubmissionClient(self.jobs_at).get_job_status(job).value)
+
     def drain(self, node_id: str, in_s: float) -> str:
         return self._ask(_DRAIN, node_id, str(in_s))
 
     def left(self) -> str:
         """Return the placement groups and named actors that are there, as JSON."""
         return self._ask(_LOOK).splitlines()[-1]
+
+    def job(self, *words: str, cwd: Path | None = None) -> str:
+        """Run ``ray job WORDS``; return what it printed."""
+        env = {**os.environ, "RAY_ADDRESS": self.jobs_at}
+        argv = [sys.executable, "-m", "ray.scripts.scripts", "job", *words]
+        done = subprocess.run(argv, env=env, cwd=cwd, capture_output=True, text=True, timeout=180, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
 
     def _ask(self, code: str, *words: str) -> str:
         argv = [sys.executable, "-c", code, self.address, *words]
