@@ -2,69 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
 import logging
-import socket
 import threading
-from collections.abc import Iterator
 
 import pytest
+from s3_server import S3, needs_s3, s3
 from snapshot_stores import PARTITIONS, checkpoint, digests, empty_store, new_store, train, writer_of
 
 from everstep.brain.events import SnapshotsWritten
 from everstep.errors import CheckpointError, StorageError
 from everstep.protect.manifest import compact, drop_checkpoints, latest_intact, list_checkpoints, problems
 from everstep.protect.restore import load_partition
-from everstep.storage import places
 from everstep.storage.places import open_place
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("s3fs") is None or importlib.util.find_spec("moto") is None,
-    reason="s3fs and moto[server] are not installed",
-)  # (imported when a test begins: half a second that every worker of pytest-xdist would spend)
-
-
-class S3:
-    """A server that can be stopped and started again at the same port."""
-
-    def __init__(self) -> None:
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            self.port = s.getsockname()[1]
-        self.start()
-
-    def start(self) -> None:
-        from moto.server import ThreadedMotoServer
-
-        self._server = ThreadedMotoServer("127.0.0.1", self.port, verbose=False)
-        self._server.start()
-
-    def stop(self) -> None:
-        self._server.stop()
-
-
-@pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
-    import s3fs
-
-    server = S3()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.port}")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    monkeypatch.setitem(
-        places._OPTIONS,
-        "s3",
-        {"config_kwargs": {"connect_timeout": 2, "read_timeout": 5, "retries": {"max_attempts": 0}}},
-    )
-    s3fs.S3FileSystem.clear_instance_cache()
-    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
-    with contextlib.suppress(FileExistsError):  # a server of an earlier test had made it
-        s3fs.S3FileSystem().mkdir("models")
-    yield server
-    s3fs.S3FileSystem.clear_instance_cache()
-    server.stop()
+__all__ = ["s3"]  # (a fixture)
+pytestmark = needs_s3
 
 
 def test_a_checkpoint_there_and_back(s3: S3) -> None:
