@@ -4,7 +4,8 @@ The model of ``throughput_model.py`` on 2 workers and 5 ps of one node, the side
 round: nothing; parity 4+1, ``acked``, ``eager`` and ``lag`` (the curve: ``LAGS``, in seconds); replicas (1+1); a full
 checkpoint and an incremental one (as Check-N-Run does, without its quantisation) every few seconds, to a local disk.
 Workers, ps, agent and master share the machine's cores: on two cores there is no spare one. ``spare``: the same with
-one worker of one thread, so that the ps have a core; nothing, and parity ``acked`` and ``lag``.
+one worker of one thread, so that the ps have a core; nothing, and parity ``acked`` and ``lag``. ``two``: six ps, of
+which any two may be lost; nothing, and parity 4+2 ``acked`` and ``lag``.
 
 Equal loss bounds: parity loses nothing, so at every storage bandwidth N (MB/s, ``BANDWIDTHS``) checkpoints that are
 exact are judged by all they cost: what is written and what is trained again (``policies/advise.py``, with the bytes,
@@ -14,16 +15,22 @@ more often than this; ``turn.GB_at_N_mtbf_1h``: or, at one loss an hour, above s
 baseline, CPR, rolls back the lost ps alone and trains nothing again: ``cpr.auc_drop_L`` and ``cpr.updates_lost_L`` are
 what L losses an epoch do to the flights' AUC (``twins/cpr_flights.py``).
 
-EVERSTEP_OVERHEAD_ROUNDS (3), EVERSTEP_OVERHEAD_DIM (16), EVERSTEP_OVERHEAD_SIDES (all; else these, the first one of
-each group, ``none`` or ``spare_none``, always; what needs another side is left out then).
+``--curve``: the cost over the lag for rows of 16 and 64 numbers and batches of 2048 and 8192: nothing and ``LAGS``, for
+all four sizes in turn in every round; figures of a size begin with its name (``dim64_b8192.``).
+
+EVERSTEP_OVERHEAD_ROUNDS (3), EVERSTEP_OVERHEAD_SIZES ("16x2048": dim x batch, one or more; figures of others than this
+one begin with their names), EVERSTEP_OVERHEAD_SIDES (all; else these, the first one of each group, ``none``,
+``spare_none`` or ``two_none``, always; what needs another side is left out then).
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import tempfile
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -33,6 +40,7 @@ from benchmarks._measure import (
     ROOT,
     Child,
     Result,
+    Rounds,
     beside,
     everstep,
     interleaved,
@@ -56,8 +64,13 @@ AIMS = {
     "spare_parity_acked_of_none": 0.95,
     "parity_lag_2s_of_none": 0.98,
     "spare_parity_lag_2s_of_none": 0.99,
+    "two_parity_lag_2s_of_none": 0.97,
 }
 PS = 5
+GROUPS = ("", "spare_", "two_")
+"""Sides whose names begin so are compared with ``GROUPnone``; all others with ``none``."""
+SIZE = "16x2048"
+CURVE = ("16x2048", "16x8192", "64x2048", "64x8192")
 LAGS = (0.5, 2.0, 8.0)  # a run lasts 20 to 40 s: with longer ones, the last differences would not be in it
 
 CPR = ROOT / "benchmarks" / "twins" / "cpr_flights.py"
@@ -79,17 +92,35 @@ SIDES: dict[str, tuple[list[str], str]] = {
         ["--workers", "1", "--parity", "4+1", "--protect", "lag", "--protect-lag", "2s"],
         "threads_per_worker: 1\n",
     ),
+    "two_none": (["--ps", "6"], ""),
+    "two_parity_acked": (["--ps", "6", "--parity", "4+2"], ""),
+    "two_parity_lag_2s": (["--ps", "6", "--parity", "4+2", "--protect", "lag", "--protect-lag", "2s"], ""),
 }
 
 
-def chosen() -> dict[str, tuple[list[str], str]]:
-    """The sides that this run measures."""
-    names = os.environ.get("EVERSTEP_OVERHEAD_SIDES", "")
+def group(name: str) -> str:
+    """Return the group that a side belongs to."""
+    return next(g for g in reversed(GROUPS) if name.startswith(g))
+
+
+def chosen(names: str) -> dict[str, tuple[list[str], str]]:
+    """Return the sides that this run measures: ``names`` ("": all), and those that they are compared with."""
     wanted = set(names.split(",")) if names else set(SIDES)
     if unknown := wanted - SIDES.keys():
         raise SystemExit(f"EVERSTEP_OVERHEAD_SIDES: no side is called {sorted(unknown)}; there are {list(SIDES)}")
-    bases = {"spare_none" if name.startswith("spare_") else "none" for name in wanted}
+    bases = {f"{group(name)}none" for name in wanted}
     return {name: what for name, what in SIDES.items() if name in wanted | bases}
+
+
+def sizes(words: str) -> list[tuple[int, int]]:
+    """Return (dim, batch) of each size in ``words``."""
+    found = []
+    for word in words.split(","):
+        dim, _, batch = word.partition("x")
+        if not (dim.isascii() and dim.isdigit() and batch.isascii() and batch.isdigit() and int(dim) and int(batch)):
+            raise SystemExit(f"EVERSTEP_OVERHEAD_SIZES: {word!r} is no size; give dim x batch, such as {SIZE}")
+        found.append((int(dim), int(batch)))
+    return found
 
 
 def side(config: Config, flags: list[str], settings: str) -> dict[str, float]:
@@ -101,7 +132,8 @@ def side(config: Config, flags: list[str], settings: str) -> dict[str, float]:
         arguments = [*config.arguments, "--epochs", "1000", "--out", str(out)]
         workers = 1 if "--workers" in flags else 2
         plain = [] if "--workers" in flags else ["--workers", "2"]
-        run: list[str | Path] = ["run", "-c", home / "job.yaml", *plain, "--ps", str(PS), "--run-dir", run_dir, *flags]
+        plain += [] if "--ps" in flags else ["--ps", str(PS)]
+        run: list[str | Path] = ["run", "-c", home / "job.yaml", *plain, "--run-dir", run_dir, *flags]
         with Child(everstep(*run, "--", MODEL, *arguments), log=log) as child:
             cpu, until, first_at = CpuLog([child]), time.monotonic() + TIMEOUT_S, 0.0
             lines: list[dict[str, float]] = []
@@ -143,51 +175,64 @@ def checkpoint_bytes(run_dir: Path) -> list[float]:
     return found
 
 
-def run(quick: bool) -> Result:
-    dim = int(os.environ.get("EVERSTEP_OVERHEAD_DIM", "16"))
+def run(quick: bool, arguments: Sequence[str] = ()) -> Result:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks parity_overhead")
+    parser.add_argument("--curve", action="store_true", help="the cost over the lag, for four sizes")
+    curve = parser.parse_args(arguments).curve
     rounds = 1 if quick else int(os.environ.get("EVERSTEP_OVERHEAD_ROUNDS", "3"))
+    lags = ",".join(f"parity_lag_{lag:g}s" for lag in LAGS)
+    picked = chosen(lags if curve else os.environ.get("EVERSTEP_OVERHEAD_SIDES", ""))
+    measures = sizes(",".join(CURVE) if curve else os.environ.get("EVERSTEP_OVERHEAD_SIZES", SIZE))
     figures: dict[str, float] = {"load_before": psutil.getloadavg()[0]}
     spreads: dict[str, tuple[float, float]] = {}
-    aims: dict[str, str] = {}
-    holds: dict[str, bool] = {}
     with tempfile.TemporaryDirectory(prefix="everstep-bench-data-") as folder:
-        config = Config(dim, 2048, 20_000 if quick else 160_000, Path(folder))
-        say(f"{config.name}: making the data")
-        _make_data(config)
-        picked = chosen()
-        sides = {name: partial(side, config, flags, settings) for name, (flags, settings) in picked.items()}
+        sides, prefixes = {}, {}
+        for dim, batch in measures:
+            config = Config(dim, batch, 20_000 if quick else 160_000, Path(folder))
+            prefixes[f"{dim}x{batch}"] = prefix = "" if f"{dim}x{batch}" == SIZE else f"{config.name}."
+            say(f"{config.name}: making the data")
+            _make_data(config)
+            for name, (flags, settings) in picked.items():
+                sides[prefix + name] = partial(side, config, flags, settings)
         measured = interleaved(sides, rounds, say)
-    for prefix in ("", "spare_"):
-        if f"{prefix}none" not in picked:
-            continue
-        none = measured[f"{prefix}none"]
-        base = [m["samples_per_s"] for m in none]
-        figures[f"{prefix}none.ps_cpu_ms_per_batch"] = median([m["ps_cpu_ms_per_batch"] for m in none])
-        figures[f"{prefix}none.samples_per_s"], spreads[f"{prefix}none.samples_per_s"] = median(base), spread(base)
-        for name in picked:
-            if name.startswith("spare_") != bool(prefix) or name == f"{prefix}none":
-                continue
-            ratios = [m["samples_per_s"] / b for m, b in zip(measured[name], base, strict=True)]
-            figures[f"{name}_of_none"], spreads[f"{name}_of_none"] = median(ratios), spread(ratios)
-            cpu = [m["cpu_s_per_million"] / b["cpu_s_per_million"] for m, b in zip(measured[name], none, strict=True)]
-            figures[f"{name}.cpu_of_none"], spreads[f"{name}.cpu_of_none"] = median(cpu), spread(cpu)
-            beside(figures, spreads, measured.noise("samples_per_s"), f"{name}_of_none")
-            beside(figures, spreads, measured.noise("cpu_s_per_million"), f"{name}.cpu_of_none")
-            ps = [m["ps_cpu_ms_per_batch"] for m in measured[name]]
-            figures[f"{name}.ps_cpu_ms_per_batch"], spreads[f"{name}.ps_cpu_ms_per_batch"] = median(ps), spread(ps)
-            written = [m["bytes"] for m in measured[name] if "bytes" in m]
-            if written:
-                figures[f"{name}.bytes"], spreads[f"{name}.bytes"] = median(written), spread(written)
-                for mb_per_s in BANDWIDTHS:
-                    figures[f"{name}.interval_s_at_{mb_per_s}"] = median(written) / (mb_per_s * 1e6)
-    if picked.keys() == SIDES.keys():
+    for prefix in prefixes.values():
+        compare(measured, prefix, list(picked), figures, spreads)
+    if picked.keys() == SIDES.keys() and SIZE in prefixes:
         figures |= crossover(figures)
         figures |= lossy(quick)
-    for name, least in AIMS.items():
-        if name not in figures:
-            continue
-        aims[name], holds[name] = f">= {least}", figures[name] >= least
+    aims = {name: f">= {least}" for name, least in AIMS.items() if name in figures}
+    holds = {name: figures[name] >= AIMS[name] for name in aims}
     return {"figures": figures, "aims": aims, "holds": holds, "spread": spreads}
+
+
+def compare(
+    measured: Rounds,
+    prefix: str,
+    names: Sequence[str],
+    figures: dict[str, float],
+    spreads: dict[str, tuple[float, float]],
+) -> None:
+    """Add what each side of the size ``prefix`` costs, by round, beside the one without protection of its group."""
+
+    def add(name: str, values: Sequence[float]) -> None:
+        figures[prefix + name], spreads[prefix + name] = median(values), spread(values)
+
+    for name in names:
+        none, found = measured[f"{prefix}{group(name)}none"], measured[prefix + name]
+        add(f"{name}.ps_cpu_ms_per_batch", [m["ps_cpu_ms_per_batch"] for m in found])
+        if name == f"{group(name)}none":
+            add(f"{name}.samples_per_s", [m["samples_per_s"] for m in none])
+            continue
+        pairs = list(zip(found, none, strict=True))
+        add(f"{name}_of_none", [m["samples_per_s"] / b["samples_per_s"] for m, b in pairs])
+        add(f"{name}.cpu_of_none", [m["cpu_s_per_million"] / b["cpu_s_per_million"] for m, b in pairs])
+        beside(figures, spreads, measured.noise("samples_per_s"), f"{prefix}{name}_of_none")
+        beside(figures, spreads, measured.noise("cpu_s_per_million"), f"{prefix}{name}.cpu_of_none")
+        written = [m["bytes"] for m in found if "bytes" in m]
+        if written:
+            add(f"{name}.bytes", written)
+            for mb_per_s in BANDWIDTHS:
+                figures[f"{prefix}{name}.interval_s_at_{mb_per_s}"] = median(written) / (mb_per_s * 1e6)
 
 
 def crossover(figures: dict[str, float]) -> dict[str, float]:

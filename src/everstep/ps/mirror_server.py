@@ -78,6 +78,7 @@ _LOOK_S = 0.5
 _LATE_LOOK_S = 0.05
 _STREAM_S = 0.25  # then whoever asks the same peer has a turn
 _STREAM_ITEMS = 64  # in one message
+_BUNDLE_S = 0.0005  # of reading contents, with the lock
 _CONTENTS_LOOK_S = 0.005  # whether there is more to send, while contents are on their way
 
 logger = logging.getLogger("everstep.ps")
@@ -227,9 +228,13 @@ class MirrorServer:
                 self._wake_peers()
 
     def _wake_peers(self) -> None:
-        """There is something to ask, or a row to send. ``lock`` is held."""
+        """There may be something to ask, or a row to send. ``lock`` is held. Who has nothing to do is left asleep: what
+        a rebuild does in a hundred small steps would wake all threads at each."""
         self._contents.notify_all()
-        self.streams.native.poke_all()
+        asked = {ask.peer for ask in self._asks}
+        for key in self._peers:
+            if key in asked or self.streams.native.waits(key) or not self._is_placed(key):
+                self.streams.native.poke(key)
 
     def place(self, placement: Placement) -> None:
         with self.transition() as machine:
@@ -519,10 +524,18 @@ class MirrorServer:
         return min(wait_s, _CONTENTS_LOOK_S) or _CONTENTS_LOOK_S
 
     def _sync(self, urgent: bool) -> bool:
+        """Put the next pieces into the streams, as many as ``_BUNDLE_S`` allows, so that the peers' threads wake once
+        for all of them. False: there is none."""
+        until = time.monotonic() + _BUNDLE_S
         try:
             if not self.machine.sync(urgent):
                 return False
-            self.streams.native.poke_all()
+            while time.monotonic() < until and self.machine.sync(urgent):
+                pass
+            self.streams.native.drain(False)
+            for key in self._peers:
+                if self.streams.native.waits(key):
+                    self.streams.native.poke(key)
             return True
         except Exception as error:
             self._on_failure(f"ps:{self._slot} cannot read its partitions: {type(error).__name__}: {error}")
