@@ -65,6 +65,17 @@ def _taken_back(run_dir: Path) -> int:
     return sum(isinstance(fact, CapacityChanged) and fact.step is CapacityStep.TAKEN_BACK for fact in facts)
 
 
+def until_reclaim(events: list[Event], reclaims: int) -> list[Event]:
+    """The events up to the reclaim of that number, from 1; all of them if there are fewer."""
+    count = 0
+    for number, event in enumerate(events):
+        fact = event.fact
+        count += isinstance(fact, CapacityChanged) and fact.step is CapacityStep.TAKEN_BACK
+        if count == reclaims:
+            return events[: number + 1]
+    return events
+
+
 def _empty_s(events: list[Event]) -> list[float]:
     """Seconds from each notice until the last process of its node had ended, if it did before the machine went."""
     warned: dict[NodeId, float] = {}
@@ -83,8 +94,9 @@ def _empty_s(events: list[Event]) -> list[float]:
     return out
 
 
-def _job(home: Path, mode: str, lead_s: float, quiet_s: float, reclaims: int) -> tuple[int, bool, float, list[float]]:
-    """Reclaims, whether the audit says exactly once, goodput, and the times until nodes were empty."""
+def played_job(home: Path, mode: str, lead_s: float, quiet_s: float, reclaims: int) -> Path:
+    """Run a job until so many machines were taken back, then to its end; return its run directory. RuntimeError if it
+    does not end well."""
     home.mkdir()
     script, hurry = home / "train.py", home / "hurry"
     script.write_text(SCRIPT.format(hurry=str(hurry), epochs=8 * reclaims))
@@ -94,14 +106,20 @@ def _job(home: Path, mode: str, lead_s: float, quiet_s: float, reclaims: int) ->
     try:
         job.wait_for(job.status)
         job.wait_for(lambda: time.sleep(LOOK_S) or _taken_back(job.run_dir) >= reclaims)
-        before = read_spending(_events(job.run_dir)).goodput() or 0.0
         hurry.touch()
         job.finish()
-        report = audit(job.run_dir)
-        events = _events(job.run_dir)
-        return _taken_back(job.run_dir), report.ok and bool(report.finished), before, _empty_s(events)
+        return job.run_dir
     finally:
         job.close()
+
+
+def _job(home: Path, mode: str, lead_s: float, quiet_s: float, reclaims: int) -> tuple[int, bool, float, list[float]]:
+    """Reclaims, whether the audit says exactly once, goodput, and the times until nodes were empty."""
+    run_dir = played_job(home, mode, lead_s, quiet_s, reclaims)
+    report = audit(run_dir)
+    events = _events(run_dir)
+    goodput = read_spending(until_reclaim(events, reclaims)).goodput() or 0.0
+    return _taken_back(run_dir), report.ok and bool(report.finished), goodput, _empty_s(events)
 
 
 def run(quick: bool, arguments: Sequence[str] = ()) -> Result:

@@ -131,6 +131,21 @@ def test_the_ledger_and_the_model_read_the_same_events(mode: str) -> None:
         assert 0.0 <= model.meet_s < 1.0
 
 
+def test_a_speed_that_was_measured_beside_parity_is_not_made_slower_for_it_once_more() -> None:
+    """A virtual job with the times of a recorded run trains as fast as that run did."""
+    trace = by_chance(2, 20_000.0, between_s=50_000.0, back_s=100.0, seed=3)
+    spec, work = JobSpec(workers=1, ps=2, parity="1+1"), Work(2_000_000, 1, 20_000)
+    job = job_on(trace, spec, work, model=MeasuredJob(), keep_events=True)
+    found = job.run(1e6)
+    recorded = RecordedJob()
+    for event in job.events or ():
+        recorded.take(event)
+    model = recorded.model("here")
+    assert model.rate(1) == pytest.approx(1000.0, rel=0.02)
+    assert "without the cost of parity 1+1" in model.figures["samples_per_s"].source
+    assert job_on(trace, spec, work, model=model).run(1e6).length_s == pytest.approx(found.length_s, rel=0.02)
+
+
 def test_a_run_that_trained_nothing_tells_no_speed() -> None:
     with pytest.raises(ConfigError, match="trained too little"):
         RecordedJob().model("there")

@@ -204,6 +204,11 @@ class MeasuredJob:
         return self._of("protecting")
 
 
+def speed_left(protecting: float, parities: int) -> float:
+    """Return the share of the speed that is left beside so many parity partitions of each stripe."""
+    return 1.0 - min(0.9, protecting * parities)
+
+
 def parse_figure(text: str) -> tuple[str, Figure]:
     """Return the number that ``--assume NAME=VALUE`` tells. Raise ConfigError with one line."""
     name, equals, value = text.partition("=")

@@ -28,6 +28,7 @@ from everstep.config.parity import parse_code
 from everstep.ids import ShardKey
 from everstep.model.member import Role
 from everstep.model.shard import Lease
+from everstep.sim.elastic.job_model import speed_left
 
 if TYPE_CHECKING:
     from everstep.sim.elastic.virtual_job import VirtualJob, VirtualProcess
@@ -56,7 +57,7 @@ class LeaseWorkers:
         self._applied: dict[ShardKey, int] = {}
         self._waiting: list[VirtualProcess] = []
         self._working = 0
-        self._costs = 1.0 - min(0.9, job.model.protecting * parse_code(job.spec.parity).m)
+        self._costs = speed_left(job.model.protecting, parse_code(job.spec.parity).m)
         self._slow = 1.0
         self._share = self._costs
         self._worked = 0.0  # on the clock of work, at ``_since``

@@ -28,13 +28,14 @@ from everstep.brain.events import (
     StartProcess,
     StepsCommitted,
 )
+from everstep.config.parity import parse_code
 from everstep.errors import ConfigError
 from everstep.ids import Incarnation, LeaseNo, NodeId, Slot
 from everstep.model.capacity import CapacityStep
 from everstep.model.member import Role
 from everstep.monitor.node_costs import merged
 from everstep.policies.placement_builder import How
-from everstep.sim.elastic.job_model import Figure, MeasuredJob
+from everstep.sim.elastic.job_model import Figure, MeasuredJob, speed_left
 from everstep.sim.elastic.virtual_job import Work
 from everstep.storage.journal import read_journal
 
@@ -154,7 +155,10 @@ class RecordedJob:
         spans = [span for found in self._spans.values() for span in merged(found)]
         worked = sum(b - a for a, b in spans)
         if worked > 0 and self._samples:
-            figures["samples_per_s"] = Figure(self._samples / worked, f"{source}, {worked:.0f} s of workers")
+            code = parse_code(self.brain.job.spec.parity)
+            words = f"{source}, {worked:.0f} s of workers" + (f", without the cost of parity {code}" if code.m else "")
+            left = speed_left(MeasuredJob().protecting, code.m)  # (a virtual job has that cost on top of its speed)
+            figures["samples_per_s"] = Figure(self._samples / worked / left, words)
         elif rates:
             size, rate = rates[0]
             figures["samples_per_s"] = Figure(rate / size, source)
