@@ -3,7 +3,8 @@
 A job begins with one worker and one ps; each batch brings new rows. ``process``: each ps may have ``LIMIT`` bytes of
 private writable memory. That is a limit of the kernel (RLIMIT_DATA), set by this benchmark as soon as a ps is there; no
 cgroup is made. The tables grow to more than twice that limit, and to four times what it leaves for rows beside the
-process itself and what moving takes (``MOVING`` of ``policies.memory_growth``). ``setting``:
+process itself and what moving takes (``MOVING`` of ``policies.memory_growth``). ``tight``: the same with less than
+twice what a ps takes before it has a row. ``setting``:
 ``ps_limit_bytes``, and tables of four times as much. ``finished`` is the share of jobs with policy memory that finish
 without a death, ``died`` the share of jobs of static size that end with the reason out of memory. ``tables`` is the
 bytes of all tables at the end over what one ps may have of them, the lowest of all rounds. ``--quick``: one round of
@@ -29,10 +30,10 @@ from benchmarks._measure import each_round, say, spread
 from everstep.policies.memory_growth import MOVING
 
 SCRIPT: Final = Path(__file__).with_name("_growing_script.py")
-LIMIT: Final = 320 << 20
+LIMIT: Final = {"process": 320 << 20, "tight": 144 << 20}
 SETTING: Final = 12 << 20
-SAMPLES: Final = {"process": 190_000, "setting": 16_000}
-BATCH: Final = {"process": 300, "setting": 50}
+SAMPLES: Final = {"process": 190_000, "tight": 60_000, "setting": 16_000}
+BATCH: Final = {"process": 300, "tight": 300, "setting": 50}
 PAUSE_S: Final = 0.1
 STACK: Final = 1 << 20
 MAX_PS: Final = 16
@@ -64,14 +65,14 @@ def run_job(folder: Path, kind: str, policy: bool) -> Ended:
             env={**os.environ, **quiet, **settings},
             stdout=log,
             stderr=subprocess.STDOUT,
-            preexec_fn=small_stacks if kind == "process" else None,
+            preexec_fn=small_stacks if kind in LIMIT else None,
         )
         try:
             bound: set[int] = set()
             until = time.monotonic() + LIMIT_S
             while child.poll() is None and time.monotonic() < until:
-                if kind == "process":
-                    bound_new_ps(child.pid, bound)
+                if kind in LIMIT:
+                    bound_new_ps(child.pid, bound, LIMIT[kind])
                 time.sleep(0.05)
         finally:
             if child.poll() is None:
@@ -90,12 +91,12 @@ def small_stacks() -> None:
     resource.setrlimit(resource.RLIMIT_STACK, (STACK, resource.getrlimit(resource.RLIMIT_STACK)[1]))
 
 
-def bound_new_ps(pid: int, bound: set[int]) -> None:
+def bound_new_ps(pid: int, bound: set[int], limit: int) -> None:
     """Set the limit of each ps that has none yet."""
     with contextlib.suppress(psutil.Error, OSError):
         for process in psutil.Process(pid).children(recursive=True):
             if process.pid not in bound and "everstep.ps" in process.cmdline():
-                resource.prlimit(process.pid, resource.RLIMIT_DATA, (LIMIT, LIMIT))
+                resource.prlimit(process.pid, resource.RLIMIT_DATA, (limit, limit))
                 bound.add(process.pid)
 
 
@@ -108,7 +109,7 @@ def sizes(folder: Path, kind: str) -> tuple[int, float]:
 
 
 def run(quick: bool) -> dict[str, Any]:
-    kinds = ("setting",) if quick else ("process", "setting")
+    kinds = ("setting",) if quick else ("process", "tight", "setting")
     seen: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory(prefix="everstep-growth-") as folder:
         for number in each_round(1 if quick else 5):

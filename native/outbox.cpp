@@ -15,6 +15,10 @@ std::shared_ptr<Outbox::Chunk> Outbox::fresh(size_t bytes) {
       return chunk;
     }
   }
+  // Takers hold them all, maybe for a small entry each: the rest of a chunk serves as well as a new one.
+  for (auto& chunk : kept_) {
+    if (chunk->size - chunk->used >= bytes) return chunk;
+  }
   auto chunk = std::make_shared<Chunk>(kChunk);
   if (kept_.size() < kKept) kept_.push_back(chunk);
   return chunk;

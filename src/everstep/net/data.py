@@ -177,6 +177,8 @@ class DataServer:
         except EverstepError as error:
             if not self._closing:
                 self._limit.warning(f"connection from {where} closed: {error}")
+        except MemoryError:
+            raise  # (a ps without memory ends; see ps/ps_process.py)
         except Exception:
             logger.exception("connection from %s failed", where)
         finally:

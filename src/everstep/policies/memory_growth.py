@@ -18,6 +18,7 @@ from everstep.model.decision import Decision
 from everstep.model.memory_limit import MemoryLimit
 from everstep.model.observation import Observations, ServerSeen
 from everstep.model.plan import MovePartitions, Plan, Scale
+from everstep.policies.scaling import MAX_PS
 from everstep.sizing.heaps import GrowthCurve, Reading
 from everstep.units import human_bytes
 
@@ -30,9 +31,12 @@ DOUBLING: Final = 23
 MARGIN: Final = 0.03
 """Share of a limit that is kept free where others than rows use it, too."""
 
-MOVING: Final = 100_000_000
+MOVING: Final = 40_000_000
 """Bytes of address space that a ps takes for a moment while partitions move; little of them is ever resident. The
 system's limit of a process counts them, other limits do not."""
+
+PEER: Final = 3_000_000
+"""Bytes that each ps more takes at each of the others, for stacks and buffers. (Of a process' limit, as above.)"""
 
 MOST: Final = 4
 """Times as many ps as at first: without ``max_ps`` a policy may go so far alone."""
@@ -59,6 +63,8 @@ class GrowthState(msgspec.Struct):
     first_ps: int = 0
     least_ps: int = 0
     last_words: str = ""
+    rate: float = 0.0  # the last samples/s above 0: pushes wait while a ps has no room
+    partitions: tuple[int, ...] = ()  # of each ps, at the last look
 
 
 class Forecast(NamedTuple):
@@ -83,13 +89,19 @@ def memory_growth(
         else GrowthState(first_ps=seen.wanted_ps)
     )
     rate = _take(seen, state)
-    if len(state.readings) < 2 or rate <= 0 or not any(s.limit_bytes > 0 for s in seen.servers):
+    before, state.partitions = state.partitions, tuple(s.partitions for s in seen.servers)
+    if not state.readings or not any(s.limit_bytes > 0 for s in seen.servers):
         return None, state
-    curve = GrowthCurve(state.readings)
+    curve = GrowthCurve(state.readings) if len(state.readings) > 1 and rate > 0 else None
     lead_s = max(settings.lead_s, settings.windows * seen.window_s)
     lead_s += max(s.row_bytes for s in seen.servers) / settings.bytes_per_s
-    soon = forecasts(seen, curve.after(_samples(seen, rate * lead_s)).high)
-    wanted = ps_needed(seen, curve.after(_samples(seen, settings.ahead * rate * lead_s)).high, settings.after)
+    if curve is not None:
+        growth = curve.after(_samples(seen, rate * lead_s)).high
+        ahead = curve.after(_samples(seen, settings.ahead * rate * lead_s)).high
+    else:  # too early to tell: a ps that is full now gets help all the same
+        growth, ahead = 0.0, float(sum(s.row_bytes for s in seen.servers))
+    soon = forecasts(seen, growth)
+    wanted = ps_needed(seen, ahead, settings.after)
     most = _most(seen, state.first_ps)
     state.least_ps = min(max(wanted, 1), seen.wanted_ps)
     full = max(soon, key=lambda f: f.share)
@@ -99,13 +111,12 @@ def memory_growth(
     if wanted <= seen.wanted_ps and moves:
         return _move(full, moves, lead_s), state
     count = min(max(wanted, seen.wanted_ps + 1), most)
-    if wanted <= seen.wanted_ps and not _even(seen):
+    if wanted <= seen.wanted_ps and state.partitions != before and not _even(seen):
         return None, state  # (partitions are on their way)
     why = _no_room(seen, full.server, count)
-    words = (
-        f"{_full_words(full)} in {lead_s:.0f} s, if the tables grow by {human_bytes(curve.slope * rate)} a second as "
-        "they do now"
-    )
+    words = f"{_full_words(full)} in {lead_s:.0f} s"
+    if curve is not None:
+        words += f", if the tables grow by {human_bytes(curve.slope * rate)} a second as they do now"
     if why:
         return _say(state, f"{words}; {why}")
     inputs: dict[str, str | int | float | bool] = {
@@ -114,9 +125,9 @@ def memory_growth(
         "used_bytes": full.server.limit_used_bytes,
         "expected_bytes": round(full.used),
         "lead_s": round(lead_s, 1),
-        "bytes_per_sample": round(curve.slope, 3),
-        "exponent": round(curve.exponent, 3),
     }
+    if curve is not None:
+        inputs |= {"bytes_per_sample": round(curve.slope, 3), "exponent": round(curve.exponent, 3)}
     reason = f"{words}: {count} ps instead of {seen.wanted_ps}, before it is full"
     return Plan(
         actions=(Scale(workers=seen.wanted_workers, ps=count),), decision=Decision("scale", reason, inputs)
@@ -145,11 +156,29 @@ def forecasts(seen: Observations, growth: float) -> list[Forecast]:
 
 def ps_needed(seen: Observations, growth: float, share: float) -> int:
     """Return how many ps, as tight as the tightest one, hold the tables with ``growth`` more bytes, if rows take at
-    most ``share`` of what a limit leaves for them. 0: it leaves nothing."""
+    most ``share`` of what a limit leaves for them. Where no number holds them: the one that holds most. 0: it leaves
+    nothing."""
     total = sum(s.row_bytes for s in seen.servers) + growth
     doubling = DOUBLING * sum(s.rows for s in seen.servers)
-    room = share * min(room_of(s) for s in seen.servers if s.limit_bytes > 0)
-    return math.ceil((total + doubling) / room) if room > 0 else 0
+    limited = [s for s in seen.servers if s.limit_bytes > 0]
+    room = min(room_of(s) for s in limited)
+    if room <= 0:
+        return 0
+    if not any(s.limit_kind is MemoryLimit.PROCESS for s in limited):
+        return math.ceil((total + doubling) / (share * room))
+    now, best = len(seen.servers), 1
+    for count in range(1, MAX_PS + 1):  # each one more leaves all others less
+        left = _together(room, now, count)
+        if share * left >= total + doubling:
+            return count
+        if left > _together(room, now, best):
+            best = count
+    return best
+
+
+def _together(room: float, now: int, count: int) -> float:
+    """Return the bytes of rows that ``count`` ps have room for, if one of ``now`` has ``room``."""
+    return count * max(0.0, room - PEER * max(0, count - now))
 
 
 def _take(seen: Observations, state: GrowthState) -> float:
@@ -163,12 +192,15 @@ def _take(seen: Observations, state: GrowthState) -> float:
     if last is not None and (now.samples < last.samples or now.bytes < 0.9 * last.bytes):
         state.readings = [now]
         return 0.0
-    if last is None or now.samples > last.samples:
-        state.readings.append(now)
+    if last is not None and now.samples == last.samples:
+        return state.rate  # (pushes may wait for room: what comes is what came before)
+    state.readings.append(now)
     if len(state.readings) > KEPT:
         half = len(state.readings) // 2
         state.readings = [*state.readings[:half:2], *state.readings[half:]]
-    return (now.samples - last.samples) / since_s if last is not None and since_s > 0 else 0.0
+    if last is not None and since_s > 0:
+        state.rate = (now.samples - last.samples) / since_s
+    return state.rate
 
 
 def _samples(seen: Observations, samples: float) -> int:

@@ -8,7 +8,9 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
+from typing import Final
 
 from everstep import faultpoints
 from everstep.errors import EverstepError
@@ -16,7 +18,10 @@ from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.memory_limit import MEMORY_STATUS
 from everstep.net.log import log_plainly
 from everstep.net.strangers import allow_many_descriptors
-from everstep.ps.ps_process import PsProcess, die_with_parent
+from everstep.ps.ps_process import PsProcess, die_with_parent, end_threads_for_memory
+
+STACK_BYTES: Final = 1 << 20
+"""Of each thread. A ps has some for each worker and each other ps, and a limit of a process counts stacks whole."""
 
 
 def main() -> int:
@@ -33,6 +38,8 @@ def main() -> int:
         die_with_parent()
     allow_many_descriptors()
     sys.setswitchinterval(0.0005)  # who waits for a mirror's answer must not wait 5 ms more for its turn
+    threading.stack_size(STACK_BYTES)
+    end_threads_for_memory()
     early: list[int] = []  # SIGTERM while the ps is being made; it may be known to others before it is whole here
     signal.signal(signal.SIGTERM, lambda signo, _: early.append(signo))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the agent, which ends us in order

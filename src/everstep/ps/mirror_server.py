@@ -193,6 +193,8 @@ class MirrorServer:
         self._threads: dict[PeerKey | str, threading.Thread] = {}
         self._closing = False
         self._limit = LineLimit()
+        self.on_memory: Callable[[], None] | None = None
+        """Is called when there is no memory left, in the middle of anything."""
         self.lag: LagFlusher | None = None
         self.pacer = RebuildPacer(1.0)
         self.contents_bytes = 0
@@ -217,7 +219,7 @@ class MirrorServer:
                     self.machine.settle()
             except Exception as error:
                 # Half a step of the machine, or of the store, was done: nothing here can be vouched for any more.
-                self._on_failure(f"ps:{self._slot} failed with its mirrors: {type(error).__name__}: {error}")
+                self._failed(f"ps:{self._slot} failed with its mirrors", error)
                 raise
             finally:
                 self._do(self.machine.take_actions())
@@ -274,6 +276,12 @@ class MirrorServer:
             return False
         condition.wait(min(left, most_s))
         return True
+
+    def _failed(self, what: str, error: Exception) -> None:
+        """Say that this ps can not keep its promises any more; what is half done is not served."""
+        if isinstance(error, MemoryError) and self.on_memory is not None:
+            self.on_memory()
+        self._on_failure(f"{what}: {type(error).__name__}: {error}")
 
     # ------------------------------------------------------------ pushes
 
@@ -376,7 +384,7 @@ class MirrorServer:
             self._cut(peer)
             return False
         except Exception as error:
-            self._on_failure(f"the stream to ps:{peer.key[0]} failed: {type(error).__name__}: {error}")
+            self._failed(f"the stream to ps:{peer.key[0]} failed", error)
             raise
         return True
 
@@ -494,7 +502,7 @@ class MirrorServer:
                 time.sleep(self.lag.look())
         except Exception as error:
             # Mirrors would be behind for ever.
-            self._on_failure(f"ps:{self._slot} cannot send to its mirrors: {type(error).__name__}: {error}")
+            self._failed(f"ps:{self._slot} cannot send to its mirrors", error)
             raise
 
     def _sync_for_ever(self) -> None:
@@ -538,7 +546,7 @@ class MirrorServer:
                     self.streams.native.poke(key)
             return True
         except Exception as error:
-            self._on_failure(f"ps:{self._slot} cannot read its partitions: {type(error).__name__}: {error}")
+            self._failed(f"ps:{self._slot} cannot read its partitions", error)
             raise
 
     # ------------------------------------------------------------ one peer
@@ -584,7 +592,7 @@ class MirrorServer:
                     pause_s = 0.0
         except Exception as error:
             logger.exception("the stream to ps:%s failed", peer.key[0])
-            self._on_failure(f"the stream to ps:{peer.key[0]} failed: {type(error).__name__}: {error}")
+            self._failed(f"the stream to ps:{peer.key[0]} failed", error)
         finally:
             streams.unlink(peer.key)
             if peer.link is not None:

@@ -35,6 +35,7 @@ from everstep.brain.events import (
     Welcome,
 )
 from everstep.config.load import read_spec
+from everstep.config.spec import JobSpec
 from everstep.errors import EverstepError, FencedError, PlatformError
 from everstep.ids import Incarnation, NodeId, PartitionId, Slot
 from everstep.model.member import Address, Role
@@ -55,6 +56,7 @@ from everstep.protect.home_files import link_home, place_opener
 from everstep.protect.restore import load_partition
 from everstep.protect.snapshots import SnapshotWriter
 from everstep.protect.sources import SnapshotSources
+from everstep.ps.memory_gate import MAKES_ROOM, MemoryGate
 from everstep.ps.service import PsService
 from everstep.storage.space import be_patient
 from everstep.units import seconds
@@ -118,8 +120,8 @@ class PsProcess:
         self._again = False  # all of it is to be told, not only what is new
         self.service.on_report = self._news.set
         self.service.on_released = self.snapshots.forget
-        self.service.on_memory = _end_for_memory
         self._run_dir, self._secret, self._spec = run_dir, secret, spec
+        self._bound_memory(spec)
         listeners = [listen_unix(run_dir / ps_socket(slot))]
         port = 0
         if spec.bind and host:
@@ -143,6 +145,17 @@ class PsProcess:
         self.service.mirrors.start(self._connect)
         self._reporter = threading.Thread(target=self._report_for_ever, name="everstep-report", daemon=True)
         self._reporter.start()
+
+    def _bound_memory(self, spec: JobSpec) -> None:
+        """Have pushes wait for room where a policy makes some, and end at once if there is no memory at all."""
+        self.service.mirrors.on_memory = _end_for_memory
+        evicts = bool(spec.ps_limit_bytes) and spec.on_full == "evict"
+        if not evicts and not MAKES_ROOM.isdisjoint(spec.policy.split("+")):
+            self.service.memory_gate = MemoryGate(self._limit_readings)
+
+    def _limit_readings(self) -> dict[str, float]:
+        store = self.service.store
+        return self._room.readings(store.used_bytes(), store.stats().bytes, self._spec.ps_limit_bytes)
 
     def __repr__(self) -> str:
         return f"<PsProcess ps:{self.slot} #{self.incarnation} {self.service!r} {self.control!r}>"
@@ -397,9 +410,26 @@ def in_pieces(written: SnapshotsWritten, piece_bytes: int = PIECE_BYTES) -> Iter
     yield msgspec.structs.replace(written, snapshots=tuple(some), tables=tables)
 
 
+_NO_MEMORY = b"everstep: this ps gets no memory any more; it ends, and what others keep of it goes on\n"
+
+
 def _end_for_memory() -> None:
     """End at once: what is half done must not be served. The agent knows this exit status."""
+    with contextlib.suppress(OSError):
+        os.write(2, _NO_MEMORY)  # (made before: there is no memory now)
     os._exit(MEMORY_STATUS)
+
+
+def end_threads_for_memory() -> None:
+    """From now on a thread that gets no memory ends this process: nobody would notice that the thread is gone."""
+    before = threading.excepthook
+
+    def hook(args: threading.ExceptHookArgs) -> None:
+        if args.exc_type is not None and issubclass(args.exc_type, MemoryError):
+            _end_for_memory()
+        before(args)
+
+    threading.excepthook = hook
 
 
 def die_with_parent() -> None:

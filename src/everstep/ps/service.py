@@ -80,6 +80,7 @@ from everstep.net.retry import backoff
 from everstep.protect import machine
 from everstep.protect.machine import MirrorAction
 from everstep.protect.snapshots import read_marks
+from everstep.ps.memory_gate import MemoryGate
 from everstep.ps.meter import Meter
 from everstep.ps.mirror_server import MirrorServer
 from everstep.ps.ps_load import PartitionLoad
@@ -139,7 +140,7 @@ class PsService:
         self.wait_s = wait_s
         self.failure = ""
         self.on_failure = on_failure
-        self.on_memory: Callable[[], None] | None = None  # there is none left
+        self.memory_gate: MemoryGate | None = None  # None: pushes never wait for room
         self.load: Callable[[PartitionId, int], None] | None = None
         self.on_load_failed: Callable[[int, PartitionId, int, str], None] | None = None
         self.on_report: Callable[[], None] | None = None
@@ -411,8 +412,8 @@ class PsService:
         except (ValueError, TypeError, EverstepError) as error:
             return Bad(str(error).partition("\n")[0]), []
         except MemoryError:
-            if self.on_memory is not None:
-                self.on_memory()
+            if self.mirrors.on_memory is not None:
+                self.mirrors.on_memory()
             return Bad("this parameter server is out of memory"), []
         finally:
             own_s = self.meter.own(time.perf_counter() - began)
@@ -566,7 +567,7 @@ class PsService:
                 if not self._wait_changed(deadline):
                     break
                 continue
-            if not self.mirrors.room(deadline):
+            if not self.mirrors.room(deadline) or not self._has_memory(deadline):
                 break
             faultpoints.reach("before_apply")
             before = self.store.outbox_ticket()
@@ -589,6 +590,14 @@ class PsService:
             faultpoints.reach("after_ack")
             return answer
         return Moved(self.route)
+
+    def _has_memory(self, deadline: float) -> bool:
+        """Wait for room for new rows, if somebody makes it. False: there is none yet."""
+        gate = self.memory_gate
+        if gate is None or gate.admits():
+            return True
+        with self.meter.waiting():
+            return gate.room(deadline)
 
     def _confirm(self, before: int, partitions: bytes, version: int, deadline: float) -> bool:
         """Wait until the mirrors have what was in the outbox, if pushes wait for them. False: that can not be said."""
@@ -635,8 +644,8 @@ class PsService:
                 raise  # refused whole, before anything was applied
             except BaseException as error:
                 # Some partitions may have it, the log does not: nothing of this ps can be vouched for any more.
-                if isinstance(error, MemoryError) and self.on_memory is not None:
-                    self.on_memory()
+                if isinstance(error, MemoryError) and self.mirrors.on_memory is not None:
+                    self.mirrors.on_memory()
                 self._fail(f"ps:{self.slot} failed inside a push: {type(error).__name__}: {error}")
                 return Bad(self.failure)
             if before and done.applied:
