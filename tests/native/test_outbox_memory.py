@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 from everstep.model.table import InitKind, InitSpec, OptimizerKind, OptimizerSpec, TableSpec
@@ -24,6 +26,6 @@ def test_entries_that_are_held_do_not_hold_a_chunk_each() -> None:
         held.append(data)
         contents.append(data.tobytes())
     places = sorted(int(np.asarray(data).ctypes.data) for data in held)
-    chunks = 1 + sum(b - a > CHUNK // 2 for a, b in zip(places, places[1:], strict=False))
+    chunks = 1 + sum(b - a > CHUNK // 2 for a, b in itertools.pairwise(places))
     assert chunks <= 5
     assert [data.tobytes() for data in held] == contents, "what one holds is not written over"
