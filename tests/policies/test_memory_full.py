@@ -67,3 +67,10 @@ def test_ps_with_unlike_numbers_of_partitions_are_helped_once_nothing_moves() ->
     assert first is None, "partitions are on their way"
     plan, _ = memory_growth(msgspec.structs.replace(near_end, at=20.0), after, SETTINGS)
     assert plan is not None and isinstance(plan.actions[0], Scale) and plan.actions[0].ps == 3
+
+
+def test_a_ps_without_rows_cannot_be_helped() -> None:
+    seen = look(10.0, 100, [0.0, 10 * MB], LIMIT, own=LIMIT, kind=MemoryLimit.PROCESS)
+    servers = (seen.servers[0], msgspec.structs.replace(seen.servers[1], limit_used_bytes=round(100 * MB)))
+    plan, _ = memory_growth(msgspec.structs.replace(seen, servers=servers), None)
+    assert plan is None

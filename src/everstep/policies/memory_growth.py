@@ -76,6 +76,8 @@ class Forecast(NamedTuple):
 
     @property
     def share(self) -> float:
+        if self.used <= 0:
+            return 0.0  # whatever fills it, other ps cannot take it over
         return self.used / self.room if self.room > 0 else math.inf
 
 
