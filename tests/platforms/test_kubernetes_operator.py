@@ -363,6 +363,30 @@ def test_a_job_that_cannot_be_is_one_line(
     assert code in (2, 4) and words in said and "\n" not in said.strip(), said
 
 
+def test_two_jobs_of_one_name(at_server: Bench, tmp_path: Path) -> None:
+    """The second one is not taken for a change of the first."""
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    first.write_text("name: flights\nscript: train.py\nworkers: 2\nps: 2\n")
+    second.write_text("name: flights\nscript: other.py\nworkers: 2\nps: 2\n")
+    assert everstep("submit", str(first), "--image", "train:1")[0] == 0
+    until(lambda: at_server.phase("flights") == "Running", at_server.why)
+    code, said = everstep("submit", str(second), "--image", "train:1")
+    assert code in (2, 4) and "script" in said and "\n" not in said.strip(), said
+    assert at_server.job("flights")["spec"]["script"] == "train.py"
+    code, said = everstep("submit", str(first), "--image", "train:1")
+    assert code == 0, said
+
+
+def test_a_cluster_without_the_resources_of_everstep_is_one_line(at_server: Bench, tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("script: train.py\n")
+    at_server.operator.close()
+    at_server.server.delete(at_server.server.of(CRDS), "", "elasticjobs.everstep.io")
+    code, said = everstep("submit", str(file), "--image", "train:1")
+    assert code in (2, 4) and "\n" not in said.strip(), said
+    assert "everstep crd print" in said, said
+
+
 def test_names_of_jobs_that_are_not_there(at_server: Bench) -> None:
     for words in (["status", "k8s:absent"], ["scale", "k8s:absent", "--workers", "2"], ["explain", "k8s:"]):
         code, said = everstep(*words)

@@ -68,7 +68,8 @@ def find(run_dir: Path, context: str = "") -> ClusterJob:
 
 def submit(file: Path, context: str, namespace: str, image: str, out: str = "") -> None:
     """Create or change the ElasticJob that a job.yaml describes: an ElasticJob, or the settings of ``everstep run``.
-    ``out``: where what it leaves is written, in place of its ``spec.out``."""
+    ``out``: where what it leaves is written, in place of its ``spec.out``. Raises ConfigError: another job has its
+    name, or the cluster does not know what an ElasticJob is."""
     from everstep.platforms.kubernetes.lightkube_client import LightkubeClient
 
     job = read_job(file, image)
@@ -78,9 +79,42 @@ def submit(file: Path, context: str, namespace: str, image: str, out: str = "") 
     if out:
         job["spec"]["out"] = out
     settings_of(job)
-    done = client.apply(Kind.JOB, where, job, force=False)
+    refuse_other_job(ClusterJob(client, where, name_of(job)), job)
+    try:
+        done = client.apply(Kind.JOB, where, job, force=False)
+    except ApiServerError as error:
+        if error.reason is ApiReason.NOT_FOUND and not knows_jobs(client, where):
+            raise ConfigError(
+                f"the cluster knows no ElasticJob: everstep crd print | kubectl apply -f - ({error})"
+            ) from None
+        raise
     made = "created" if int(done["metadata"].get("generation", 1)) == 1 else "changed"
     click.echo(f"elasticjob/{name_of(job)} {made} in {where}; everstep status k8s:{name_of(job)}")
+
+
+def refuse_other_job(there: ClusterJob, job: Object) -> None:
+    """Raise ConfigError if a job of this name trains another script: what is submitted is no change of it."""
+    try:
+        before = there.client.get(Kind.JOB, there.namespace, there.name)
+    except ApiServerError as error:
+        if error.reason in (ApiReason.NOT_FOUND, ApiReason.FORBIDDEN):  # (who may not read it may still change it)
+            return
+        raise
+    old, new = (str((each.get("spec") or {}).get("script", "")) for each in (before, job))
+    if old != new:
+        raise ConfigError(
+            f"elasticjob/{there.name} in {there.namespace} is another job: script {old!r}, not {new!r}; give yours "
+            "another name, or delete that one"
+        )
+
+
+def knows_jobs(client: ClusterClient, namespace: str) -> bool:
+    """Return whether a cluster has the resource ElasticJob. (Of a namespace that is not there it lists none.)"""
+    try:
+        client.list_all(Kind.JOB, namespace)
+    except ApiServerError as error:
+        return error.reason is not ApiReason.NOT_FOUND
+    return True
 
 
 def read_job(file: Path, image: str) -> Object:
