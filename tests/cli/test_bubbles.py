@@ -31,6 +31,8 @@ def iteration(stage: int, step: int) -> StageIteration:
         began_s=10.0 + step,
         spans=(
             StageSpan(SpanKind.WAIT, 0.0, at),
+            StageSpan(SpanKind.COPY, 0.0, at / 2),
+            StageSpan(SpanKind.PERSIST, at / 2, at),
             StageSpan(SpanKind.FORWARD, at, at + 0.001, stage, 0),
             StageSpan(SpanKind.BACKWARD, 0.004 - 2 * at, 0.006 - 2 * at, stage, 0),
             StageSpan(SpanKind.REDUCE, 0.006, 0.007),
@@ -66,15 +68,18 @@ def test_a_picture_and_a_trace(run_dir: Path) -> None:
     picture = (run_dir / "out.svg").read_text()
     assert ElementTree.fromstring(picture).tag.endswith("svg")
     assert "stage 1" in picture and "by the formula 50.0 %" in picture
+    assert picture.count("#d98880") == picture.count("#7d3c98") == 2  # the legend, and the wait of stage 1
     show_bubbles(run_dir, run_dir / "out.json")
     events = json.loads((run_dir / "out.json").read_text())["traceEvents"]
-    assert len(events) == 2 * 6 * 4
+    assert len(events) == 2 * 6 * 6
     assert {(e["pid"], e["tid"]) for e in events} == {(0, 0), (0, 1)}
     assert sorted({e["name"] for e in events}) == [
         "backward 0.0",
         "backward 1.0",
+        "copy",
         "forward 0.0",
         "forward 1.0",
+        "persist",
         "reduce",
         "wait",
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -15,10 +16,11 @@ from everstep.allreduce.stage_parts import WholeModel
 from everstep.allreduce.state import ReplicaState
 from everstep.errors import ConfigError, PlatformError
 from everstep.model.group import Position
-from everstep.model.stage_spans import COPIES_VARIABLE, COPY_SLOTS
+from everstep.model.stage_spans import COPIES_VARIABLE, COPY_SLOTS, SpanKind
 from everstep.pipeline import slot_memory
 from everstep.pipeline.copy_recovery import KeptCopy
 from everstep.pipeline.copy_slots import CopyMemory, CopyMeta
+from everstep.pipeline.spans import SpanRecorder
 from everstep.pipeline.stage_copies import StageCopies
 
 torch.set_num_threads(1)
@@ -276,3 +278,25 @@ def test_what_was_measured_in_one_generation_does_not_count_in_the_next(fds: lis
     copies.wait_begins()
     copies.wait_ends()
     assert copies._lengths
+
+
+def test_a_wait_says_how_long_it_copied(fds: list[int]) -> None:
+    """The recorder keeps that as spans inside of the wait; a wait in which nothing is copied has none."""
+    stages = pair(fds, width=700)
+    recorder = SpanRecorder()
+    recorder.copies = stages[0].copies
+    stages[0].copies.choose(0)
+    for stage in stages:
+        stage.begin(0)
+    recorder.begin()
+    with recorder.measure(SpanKind.WAIT):
+        end = time.monotonic() + 60
+        while stages[0].copies._copier.left and time.monotonic() < end:
+            time.sleep(0.001)
+        time.sleep(0.01)  # (the last block is claimed, and ends in the wait)
+    stages[0].copies.finish()
+    with recorder.measure(SpanKind.WAIT):
+        pass
+    wait, copied, after = recorder.spans
+    assert [one.kind for one in recorder.spans] == [SpanKind.WAIT, SpanKind.COPY, SpanKind.WAIT]
+    assert copied.begin_s == wait.begin_s and 0 < copied.length_s <= wait.length_s <= after.begin_s - wait.begin_s

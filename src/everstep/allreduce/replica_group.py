@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from everstep.allreduce.step import StepWork
 from everstep.errors import ConfigError, InternalError, PlatformError
 from everstep.model.group import Micro
+from everstep.model.stage_spans import WaitUse
 
 VARIABLE: Final = "EVERSTEP_UNIT"  # as in agent.unit
 _MAX_BYTES: Final = 160 << 10  # of a message: one packet
@@ -126,7 +127,7 @@ class Waits(Protocol):
 
     def wait_begins(self) -> None: ...
 
-    def wait_ends(self) -> None: ...
+    def wait_ends(self) -> WaitUse: ...
 
 
 class Unit:

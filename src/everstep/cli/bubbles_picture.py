@@ -9,6 +9,8 @@ from everstep.policies.idle_spans import Iteration, PipelineIdle, window
 _ROW, _TOP = 44, 76
 _COLOURS = {
     SpanKind.WAIT: "#e3e3e3",
+    SpanKind.COPY: "#d98880",
+    SpanKind.PERSIST: "#7d3c98",
     SpanKind.FORWARD: "#2a7ab9",
     SpanKind.BACKWARD: "#3c8d5a",
     SpanKind.WEIGHT: "#8a6fb0",
@@ -31,7 +33,7 @@ def draw(iteration: Iteration, idle: PipelineIdle) -> str:
         text(LEFT, 42, f"idle share of stages, median: {shares}{expected}", 12),
     ]
     for number, (kind, colour) in enumerate(_COLOURS.items()):
-        x = LEFT + 110 * number
+        x = LEFT + 90 * number
         lines += [f'<rect x="{x}" y="52" width="12" height="12" fill="{colour}"/>', text(x + 16, 62, kind.value, 12)]
     for row, record in enumerate(iteration):
         y = _TOP + _ROW * row

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -23,10 +23,18 @@ class SpanKind(Enum):
     WEIGHT = "weight"  # the part of backward that zero-bubble schedules put off
     WAIT = "wait"
     REDUCE = "reduce"  # gradients over the replicas, and the vote
-    COPY = "copy"  # what no wait had room for, of the copy of the state
+    COPY = "copy"  # in a wait: the state is copied; as long as it took, from the wait's begin
+    PERSIST = "persist"  # in a wait: a copy is sent to the neighbour; as long as it took, behind the copying
 
 
 COMPUTE = (SpanKind.FORWARD, SpanKind.BACKWARD, SpanKind.WEIGHT)
+
+
+class WaitUse(NamedTuple):
+    """Says how long a copy was made, and sent to the neighbour, in one wait: seconds."""
+
+    copied_s: float = 0.0
+    sent_s: float = 0.0
 
 
 class StageSpan(msgspec.Struct, frozen=True, array_like=True):

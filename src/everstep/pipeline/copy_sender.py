@@ -95,7 +95,7 @@ class CopySender:
         self._refused_at = -RETRY_S
         self._refused = ""  # node that did not keep the last copy
         self.kept = self.sent_bytes = self.late_bytes = 0
-        self.sent_s = self.received_s = 0.0
+        self.sent_s = self.received_s = self.sending_s = 0.0
         self._received_before_s = 0.0
         self.received_late_blocks = self._late_before = 0
         page.sending[stage] = -1
@@ -224,7 +224,9 @@ class CopySender:
                 self._await_turn(job, sent)
                 body = job.body[sent * BLOCK_BYTES : (sent + 1) * BLOCK_BYTES]
                 blocks = CopyBlocks(*of, job.step, sent, 1)
+                begin_s = time.perf_counter()
                 client.send(blocks, (job.sums[sent : sent + 1].tobytes(), body.data), timeout_s=ANSWER_S)
+                self.sending_s += time.perf_counter() - begin_s
                 self.sent_bytes += len(body)
                 self.late_bytes += 0 if self._open else len(body)
                 sent, flight = sent + 1, flight + 1

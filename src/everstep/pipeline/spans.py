@@ -14,7 +14,7 @@ import torch
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from everstep.allreduce.replica_group import Waits
-from everstep.model.stage_spans import SpanKind, StageSpan
+from everstep.model.stage_spans import SpanKind, StageSpan, WaitUse
 
 
 class SpanRecorder:
@@ -45,9 +45,16 @@ class SpanRecorder:
         try:
             yield
         finally:
-            if copies is not None:
-                copies.wait_ends()
-            self.spans.append(StageSpan(kind, begin_s, self.now_s, part, chunk))
+            used = WaitUse() if copies is None else copies.wait_ends()
+            end_s = self.now_s
+            self.spans.append(StageSpan(kind, begin_s, end_s, part, chunk))
+            copied_s = min(begin_s + used.copied_s, end_s)
+            for use, at, to in (
+                (SpanKind.COPY, begin_s, copied_s),
+                (SpanKind.PERSIST, copied_s, min(copied_s + used.sent_s, end_s)),
+            ):
+                if to > at:
+                    self.spans.append(StageSpan(use, at, to))
 
 
 def copy_rate(size_bytes: int = 16 << 20, times: int = 3) -> float:

@@ -23,7 +23,7 @@ from everstep.allreduce.serialize import encode_header
 from everstep.allreduce.state import ReplicaState
 from everstep.errors import PlatformError, ScriptError
 from everstep.model.group import Position
-from everstep.model.stage_spans import CopyTotals
+from everstep.model.stage_spans import CopyTotals, WaitUse
 from everstep.native import SpanCopier
 from everstep.pipeline.copy_sender import CopySender
 from everstep.pipeline.copy_slots import BLOCK_BYTES, CopyMemory, CopyMeta, CopySlot
@@ -85,6 +85,7 @@ class StageCopies:
         self._target: tuple[np.ndarray, np.ndarray] | None = None
         self._captured: _Captured | None = None
         self._begin_s = self._began_at = self._opened_at = 0.0
+        self._used = WaitUse()  # by all waits before this one
         self._opening = self._ended_late = 0  # number of the wait in this iteration; late blocks before it
         self._lengths: list[deque[float]] = []
         self._limits: tuple[int, ...] = ()
@@ -240,6 +241,7 @@ class StageCopies:
     def wait_begins(self) -> None:
         """The process is about to wait for a neighbour."""
         self._opened_at = self._clock()
+        self._used = self._used_so_far()
         if self._slot is None and self._captured is not None:
             self._start()  # (the others may have got as far now)
         if self._slot is not None:
@@ -253,7 +255,11 @@ class StageCopies:
         if self._sender is not None:
             self._sender.open()
 
-    def wait_ends(self) -> None:
+    def _used_so_far(self) -> WaitUse:
+        return WaitUse(self._copier.counts()[4], 0.0 if self._sender is None else self._sender.sending_s)
+
+    def wait_ends(self) -> WaitUse:
+        """The neighbour has come. Returns what the wait was used for; a block that ends behind it is not counted."""
         if self._entry is not None:
             self._entry.computes()
         if self._sender is not None:
@@ -265,6 +271,8 @@ class StageCopies:
             self._lengths.append(deque(maxlen=_LENGTHS))
         self._lengths[self._opening].append(self._clock() - self._opened_at)
         self._opening += 1
+        used = self._used_so_far()
+        return WaitUse(used.copied_s - self._used.copied_s, used.sent_s - self._used.sent_s)
 
     def finish(self) -> None:
         """The optimizer is about to step: the copy has to be whole."""
