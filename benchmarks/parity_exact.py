@@ -53,8 +53,8 @@ STEPS = (
     "after_apply",
     "before_send",
     "after_send",
-    "before_feed",
-    "after_feed",
+    "before_append",
+    "after_append",
     "before_ack",
     "after_ack",
     "mid_image",
@@ -64,7 +64,7 @@ STEPS = (
 LAG = "1s"
 LAG_STEPS = (*(step for step in STEPS if step != "before_ack"), "after_flush")
 """With lag no push waits for its mirrors."""
-RARE = ("before_send", "after_send", "before_feed", "after_feed", "after_flush")
+RARE = ("before_send", "after_send", "before_append", "after_append", "after_flush")
 """With lag these steps come a few times a second."""
 CAUSED = ("mid_rebuild", "before_hand_over", "mid_move")
 """Steps that come only while partitions are rebuilt or moved."""

@@ -27,7 +27,7 @@ enum Kind : uint16_t {
   kChange = 1,  // a difference: XOR of what was and what is
   kHeads = 2,   // contents: which slots are used, and their keys
   kBodies = 3,  // contents: records
-  kMarks = 4,   // all marks; ends a sweep of contents
+  kMarks = 4,   // all marks; ends a full sync of contents
 };
 
 struct Header {

@@ -148,20 +148,20 @@ ApplyResult Mirror::apply(const uint8_t* data, size_t size, bool checked) {
 
 ApplyResult Mirror::apply_change(Member& m, size_t index, const Blob& b) {
   if (m.stage == kEmpty) {
-    for (const Part& part : b.parts) m.sweeps[part.table->id].dropped = true;
+    for (const Part& part : b.parts) m.full_syncs[part.table->id].dropped = true;
     return kApplied;
   }
   if (b.head.seq <= m.seq) return kRepeat;
   if (b.head.seq != m.seq + 1) return kGap;
   auto covered = [&](const Part& part) {
-    return m.stage == kComplete ? Sweep{kNoLimit, kNoLimit, false} : m.sweeps[part.table->id];
+    return m.stage == kComplete ? FullSync{kNoLimit, kNoLimit, false} : m.full_syncs[part.table->id];
   };
   // What can fail (memory) comes first.
   if (recovery_) keep_remainder(b);
   for (const Part& part : b.parts) {
     PageSet& pages = pages_of(*part.table, index);
-    const Sweep sweep = covered(part);
-    const uint64_t below = std::max(sweep.heads, sweep.bodies);
+    const FullSync sync = covered(part);
+    const uint64_t below = std::max(sync.heads, sync.bodies);
     for (uint32_t i = 0; i < part.head.n; ++i) {
       if (part.slot(i) < below) pages.make_for(part.slot(i));
     }
@@ -171,13 +171,13 @@ ApplyResult Mirror::apply_change(Member& m, size_t index, const Blob& b) {
     const PageSet& pages = pages_of(*part.table, index);
     const size_t record = part.table->record_bytes;
     const uint8_t weight = weight_of(m, *part.table);
-    const Sweep sweep = covered(part);
-    const uint64_t below = std::max(sweep.heads, sweep.bodies);
-    if (m.stage == kSwept && (sweep.heads < kNoLimit || sweep.bodies < kNoLimit))
-      m.sweeps[part.table->id].dropped = true;
+    const FullSync sync = covered(part);
+    const uint64_t below = std::max(sync.heads, sync.bodies);
+    if (m.stage == kSyncing && (sync.heads < kNoLimit || sync.bodies < kNoLimit))
+      m.full_syncs[part.table->id].dropped = true;
     const uint32_t n = part.head.n;
     if (part.gradients) {
-      update_again(pages, part, sweep.bodies);
+      update_again(pages, part, sync.bodies);
       continue;
     }
     for (uint32_t i = 0, key = 0; i < n; ++i) {
@@ -185,11 +185,11 @@ ApplyResult Mirror::apply_change(Member& m, size_t index, const Blob& b) {
       if (i + kAhead < n && part.slot(i + kAhead) < below)
         fetch(pages, part.slot(i + kAhead), part.is_toggled(i + kAhead));
       if (part.is_toggled(i)) {
-        if (slot < sweep.heads)
+        if (slot < sync.heads)
           add_head(*part.table, pages.of(slot), pages.in_page(slot), part.keys + size_t(key) * 8, weight);
         ++key;
       }
-      if (slot < sweep.bodies) add_weighted(gf_, pages.record(slot), part.record(i), record, weight);
+      if (slot < sync.bodies) add_weighted(gf_, pages.record(slot), part.record(i), record, weight);
     }
   }
   m.marks.fingerprint = b.marks.fingerprint;
@@ -222,7 +222,7 @@ void Mirror::update_again(const PageSet& pages, const Part& part, uint64_t below
       state[m] = values[m] + t.dim;
     }
     if (!m) {
-      ++i;  // the sweep has not come to it yet
+      ++i;  // the full sync has not come to it yet
       continue;
     }
     const uint8_t* from = part.gradients + size_t(first) * t.dim * sizeof(float);
@@ -240,8 +240,8 @@ ApplyResult Mirror::apply_contents(Member& m, size_t index, const Blob& b) {
   if (m.stage == kComplete) return b.head.seq <= m.seq ? kRepeat : kGap;
   const bool heads = b.head.kind == blob::kHeads;
   auto covered = [&](const Part& part) -> uint64_t {
-    auto found = m.sweeps.find(part.table->id);
-    return found == m.sweeps.end() ? 0 : heads ? found->second.heads : found->second.bodies;
+    auto found = m.full_syncs.find(part.table->id);
+    return found == m.full_syncs.end() ? 0 : heads ? found->second.heads : found->second.bodies;
   };
   bool fresh = false;
   for (const Part& part : b.parts) {
@@ -250,7 +250,7 @@ ApplyResult Mirror::apply_contents(Member& m, size_t index, const Blob& b) {
     fresh |= end_of(part) > covered(part);
   }
   if (!fresh) return kRepeat;
-  if (m.stage == kSwept && b.head.seq != m.seq) return kGap;
+  if (m.stage == kSyncing && b.head.seq != m.seq) return kGap;
   for (const Part& part : b.parts) {
     PageSet& pages = pages_of(*part.table, index);
     const uint64_t from = covered(part);
@@ -259,7 +259,7 @@ ApplyResult Mirror::apply_contents(Member& m, size_t index, const Blob& b) {
     }
   }
   if (m.stage == kEmpty) {
-    m.stage = kSwept;
+    m.stage = kSyncing;
     m.seq = b.head.seq;
   }
   for (const Part& part : b.parts) {
@@ -276,8 +276,8 @@ ApplyResult Mirror::apply_contents(Member& m, size_t index, const Blob& b) {
         add_weighted(gf_, pages.record(slot), part.record(i), part.table->record_bytes, weight);
       }
     }
-    Sweep& sweep = m.sweeps[part.table->id];
-    uint64_t& to = heads ? sweep.heads : sweep.bodies;
+    FullSync& sync = m.full_syncs[part.table->id];
+    uint64_t& to = heads ? sync.heads : sync.bodies;
     to = std::max(to, end_of(part));
   }
   m.marks.fingerprint = b.marks.fingerprint;
@@ -287,15 +287,15 @@ ApplyResult Mirror::apply_contents(Member& m, size_t index, const Blob& b) {
 
 ApplyResult Mirror::apply_marks(Member& m, const Blob& b) {
   if (m.stage == kComplete) return b.head.seq <= m.seq ? kRepeat : kGap;
-  if (m.stage == kSwept && b.head.seq != m.seq) return kGap;
-  for (auto& [id, sweep] : m.sweeps) {
-    // A table that was not swept to its end, though rows of it are known: the sweep must go on.
-    const bool ended = sweep.heads == kNoLimit && sweep.bodies == kNoLimit;
-    if (!ended && (sweep.dropped || sweep.heads || sweep.bodies)) return kGap;
+  if (m.stage == kSyncing && b.head.seq != m.seq) return kGap;
+  for (auto& [id, sync] : m.full_syncs) {
+    // A table that was not sent to its end, though rows of it are known: the full sync must go on.
+    const bool ended = sync.heads == kNoLimit && sync.bodies == kNoLimit;
+    if (!ended && (sync.dropped || sync.heads || sync.bodies)) return kGap;
   }
   m.stage = kComplete;
   m.seq = b.head.seq;
-  m.sweeps.clear();
+  m.full_syncs.clear();
   m.marks = MemberMarks{b.marks.fingerprint, b.marks.clock, {}, {}};
   for (const blob::Mark& mark : b.marks.shards) m.marks.shards[mark.shard] = ShardMark{mark.watermark, mark.fence};
   m.marks.initialised.insert(b.marks.initialised.begin(), b.marks.initialised.end());

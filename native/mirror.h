@@ -2,10 +2,11 @@
 //
 // A mirror of k member partitions has, per table, pages whose bytes are the sum over the members of weight * page in
 // GF(2^8) (weight 1 in row 0, 2^i for member i in row 1), and each member's marks as a plain copy. It is built by
-// *sweeping*: the member's owner sends contents (HEADS, BODIES) of slot ranges in order, in the same stream as the
-// differences (CHANGE); a difference of a slot that the sweep has not covered yet is dropped, its contents are still to
-// come. MARKS ends the sweep; from then on every difference is applied in the order of its seq. A dense table is not
-// summed: each member has its own pages here, and updates are made once more by the same kernel, so to the same bits.
+// *in a full sync*: the member's owner sends contents (HEADS, BODIES) of slot ranges in order, in the same stream as
+// the differences (CHANGE); a difference of a slot that the full sync has not covered yet is dropped, its contents are
+// still to come. MARKS ends the full sync; from then on every difference is applied in the order of its seq. A dense
+// table is not summed: each member has its own pages here, and updates are made once more by the same kernel, so to the
+// same bits.
 //
 // To *recover* lost members (recover.cpp), R, the pages as they are when it begins, has the surviving members folded
 // out of it: their contents are added once more, which cancels them; where a survivor has not been folded yet, its
@@ -182,8 +183,8 @@ class Mirror {
   void recover_end(bool abort);
 
  private:
-  enum Stage { kEmpty, kSwept, kComplete };
-  struct Sweep {
+  enum Stage { kEmpty, kSyncing, kComplete };
+  struct FullSync {
     uint64_t heads = 0, bodies = 0;  // covered below
     bool dropped = false;            // a difference was left to contents that are still to come
   };
@@ -193,7 +194,7 @@ class Mirror {
     Stage stage = kEmpty;
     int64_t seq = -1;
     MemberMarks marks;
-    std::unordered_map<uint32_t, Sweep> sweeps;  // by table; empty once complete
+    std::unordered_map<uint32_t, FullSync> full_syncs;  // by table; empty once complete
   };
   struct RecoverTable {
     RecoverTable(const PageSet& pages, Pool& pool, size_t members);

@@ -17,7 +17,7 @@
 
 #include "arrays.h"
 #include "crc32c.h"
-#include "feed_module.h"
+#include "replication_module.h"
 #include "group_module.h"
 #include "mirror_module.h"
 #include "route.h"
@@ -529,7 +529,7 @@ NB_MODULE(_native, m) {
   bind_contents(store);
   bind_mirror(store);
   bind_gf256(m);
-  bind_feed(m);
+  bind_replication(m);
   bind_group(m);
   bind_span_copier(m);
 

@@ -100,7 +100,7 @@ int64_t Reader::receive_ahead() {
 }
 
 void Reader::begin(const Preamble& p, Frame& frame) {
-  if (std::memcmp(p.magic, Preamble().magic, 4) != 0 || p.kind < kRequest || p.kind > kFed)
+  if (std::memcmp(p.magic, Preamble().magic, 4) != 0 || p.kind < kRequest || p.kind > kAppended)
     throw Broken("not a frame of the data plane");
   if (p.header_bytes > kMostHeader || p.body_bytes > kMostBody)
     throw Broken("a frame of " + std::to_string(p.header_bytes) + " + " + std::to_string(p.body_bytes) +
@@ -123,7 +123,7 @@ void Reader::begin(const Preamble& p, Frame& frame) {
 
 void Reader::check(const Preamble& p, const Frame& frame) const {
   uint32_t crc = crc_of(p, frame.header.data(), frame.header.size());
-  if (frame.kind != kFeed) crc = crc32c(frame.body, frame.body_bytes, crc);
+  if (frame.kind != kAppend) crc = crc32c(frame.body, frame.body_bytes, crc);
   if (p.crc != crc) throw Broken("a frame is damaged: its checksum is wrong");
 }
 

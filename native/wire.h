@@ -1,7 +1,7 @@
 // Frames of the data plane on a plain socket, as everstep/net/frames.py has them, and the two that only ps send to each
-// other: FEED (entries of a stream, net/feed.py is the twin) and FED (a code for each).
+// other: APPEND (entries of a stream, net/append_frames.py is the twin) and APPENDED (a code for each).
 //
-// The checksum of a FEED covers all but its body: every entry there has its own.
+// The checksum of a APPEND covers all but its body: every entry there has its own.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -22,7 +22,7 @@ struct Broken : std::runtime_error {
 
 namespace wire {
 
-constexpr uint8_t kRequest = 5, kAnswer = 6, kFeed = 7, kFed = 8;
+constexpr uint8_t kRequest = 5, kAnswer = 6, kAppend = 7, kAppended = 8;
 constexpr uint64_t kMostHeader = uint64_t(1) << 20, kMostBody = uint64_t(1) << 30;  // frames.DATA_LIMITS
 
 #pragma pack(push, 1)
@@ -34,7 +34,7 @@ struct Preamble {
   uint64_t body_bytes = 0;
   uint32_t crc = 0;
 };
-struct Feed {
+struct Append {
   int64_t version = 0, slot = 0, incarnation = 0, stream = 0, first = 0;
   uint32_t n_entries = 0, n_confirmed = 0;
 };
@@ -42,13 +42,14 @@ struct Entry {
   uint32_t partition = 0, kind = 0;
   int64_t seq = 0;
   uint64_t bytes = 0;
-  int64_t mirror = 0, sweep = 0;
+  int64_t mirror = 0, sync = 0;
 };
 struct Confirmed {
   int64_t partition = 0, seq = 0;
 };
 #pragma pack(pop)
-static_assert(sizeof(Preamble) == 24 && sizeof(Feed) == 48 && sizeof(Entry) == 40 && sizeof(Confirmed) == 16, "packed");
+static_assert(sizeof(Preamble) == 24 && sizeof(Append) == 48 && sizeof(Entry) == 40 && sizeof(Confirmed) == 16,
+              "packed");
 
 struct Frame {
   uint8_t kind = 0, flags = 0;
@@ -57,7 +58,7 @@ struct Frame {
   size_t body_bytes = 0;
 };
 
-// Sealed, of a frame without a body or of a FEED.
+// Sealed, of a frame without a body or of a APPEND.
 Preamble preamble(uint8_t kind, const uint8_t* header, size_t header_bytes, uint64_t body_bytes);
 
 // A descriptor of its own for a socket that others may close.
@@ -86,7 +87,7 @@ class Socket {
   int fd_;
 };
 
-// Reads frames of any kind; checks all but the bodies of FEEDs.
+// Reads frames of any kind; checks all but the bodies of APPENDs.
 class Reader {
  public:
   // `ahead`: what somebody else read of the first frame.

@@ -270,19 +270,19 @@ def handshake(_: Path) -> Attempt:
 
 
 @target()
-def feed(_: Path) -> Attempt:
-    """The header of a feed, read in Python; what is read is what is written again."""
+def append_header(_: Path) -> Attempt:
+    """The header of an append, read in Python; what is read is what is written again."""
     from everstep.errors import WireError
     from everstep.ids import Incarnation, PartitionId, Slot
-    from everstep.net.feed import decode_feed, encode_feed
-    from everstep.net.messages import Feed, StreamEntry
+    from everstep.net.append_frames import decode_append, encode_append
+    from everstep.net.messages import Append, StreamEntry
 
     entries = (StreamEntry(PartitionId(3), 17, 1, 40, 0), StreamEntry(PartitionId(1), 2, 3, 7, 5))
-    sound = encode_feed(Feed(9, Slot(2), Incarnation(3), (), entries, (0, 4), ((PartitionId(3), 16),), 12, 8))
+    sound = encode_append(Append(9, Slot(2), Incarnation(3), (), entries, (0, 4), ((PartitionId(3), 16),), 12, 8))
 
     def attempt(rng: random.Random) -> str:
         data = changed(sound, rng)
-        return refusing(WireError, lambda: _same(encode_feed(decode_feed(data)), data))
+        return refusing(WireError, lambda: _same(encode_append(decode_append(data)), data))
 
     return attempt
 
@@ -656,8 +656,8 @@ for _run, _count in (("attempts", 7), ("mirror_attempts", 4), ("recovery_attempt
     target(native=True)(_crafted(_run, _count))
 
 
-class _Fed:
-    """A store with a mirror of a crafted store's partition, behind an inbox; and the feeds that come to it."""
+class _Mirrored:
+    """A store with a mirror of a crafted store's partition, behind a receiver; and the messages that come to it."""
 
     def __init__(self) -> None:
         import crafted
@@ -676,10 +676,10 @@ class _Fed:
         _, entries, data = self.owner.take_outbox(1 << 30)
         self.blobs = [(data[at : at + n].tobytes(), seq) for b, seq, _, at, n in entries if b == crafted.PARTITION]
         self.partition = crafted.PARTITION
-        self.inbox = _native.Inbox(self.home)
-        self.inbox.enter_alone()
-        self.inbox.publish(5, [(crafted.PARTITION, (0, 1), [1], True)])
-        self.inbox.leave_alone()
+        self.receiver = _native.ReplicationReceiver(self.home)
+        self.receiver.enter_alone()
+        self.receiver.publish(5, [(crafted.PARTITION, (0, 1), [1], True)])
+        self.receiver.leave_alone()
 
     def _applied(self, data: bytes) -> bool:
         return self.home.mirror_apply(1, data) in (0, 1, 2, 3)
@@ -687,30 +687,31 @@ class _Fed:
 
 @target(native=True)
 def follower(_: Path) -> Attempt:
-    """A connection between ps: frames, feeds and the differences in them (wire, inbox, mirror)."""
+    """A connection between ps: frames, messages and the differences in them (wire, receiver, mirror)."""
     import crafted
 
     from everstep.ids import Incarnation, PartitionId, Slot
     from everstep.native import _native
-    from everstep.net.feed import encode_feed
+    from everstep.net.append_frames import encode_append
     from everstep.net.frames import FrameKind, _head, encode_frame
-    from everstep.net.messages import Feed, StreamEntry
+    from everstep.net.messages import Append, StreamEntry
 
-    fed = _Fed()
+    there_ = _Mirrored()
 
     def attempt(rng: random.Random) -> str:
-        fed.inbox.set_received((0, 1), (5, 0))
-        blobs = [(crafted.crafted(data, rng) if rng.random() < 0.4 else data, seq) for data, seq in fed.blobs]
+        there_.receiver.set_received((0, 1), (5, 0))
+        blobs = [(crafted.crafted(data, rng) if rng.random() < 0.4 else data, seq) for data, seq in there_.blobs]
         entries = tuple(
-            StreamEntry(PartitionId(rng.choice((fed.partition,) * 9 + (7,))), seq, 1, len(data)) for data, seq in blobs
+            StreamEntry(PartitionId(rng.choice((there_.partition,) * 9 + (7,))), seq, 1, len(data))
+            for data, seq in blobs
         )
         version = rng.choice((5, 5, 5, 6))
-        header = encode_feed(Feed(version, Slot(0), Incarnation(1), (), entries, (0,) * len(blobs), (), 0, 5))
+        header = encode_append(Append(version, Slot(0), Incarnation(1), (), entries, (0,) * len(blobs), (), 0, 5))
         if rng.random() < 0.4:
             header = changed(header, rng)
         body = b"".join(data for data, _ in blobs)
         body_bytes = len(body) if rng.random() < 0.95 else rng.choice((0, len(body) - 1, len(body) + 1))
-        stream = _head(FrameKind.FEED, header, (), max(0, body_bytes), 0) + body
+        stream = _head(FrameKind.APPEND, header, (), max(0, body_bytes), 0) + body
         if rng.random() < 0.3:
             stream += encode_frame(FrameKind.REQUEST, b"header", b"body")
         if rng.random() < 0.3:
@@ -724,7 +725,7 @@ def follower(_: Path) -> Attempt:
             with contextlib.suppress(TimeoutError):
                 here.sendall(stream[len(ahead) :])
             here.shutdown(socket.SHUT_WR)
-            reader = _native.Follower(fed.inbox, there.fileno(), ahead)
+            reader = _native.ReceiverConnection(there_.receiver, there.fileno(), ahead)
             try:
                 while (found := reader.next()) is not None:
                     bytes(found[3])
@@ -732,14 +733,14 @@ def follower(_: Path) -> Attempt:
                 words.add("ended")
             except _native.Broken:
                 words.add("broken")
-        return ", ".join(sorted(words)) + (", applied" if fed.inbox.received((0, 1))[1] else "")
+        return ", ".join(sorted(words)) + (", applied" if there_.receiver.received((0, 1))[1] else "")
 
     return attempt
 
 
 @target(native=True)
-def carrier(_: Path) -> Attempt:
-    """What a peer answers to what was sent there: frames of FED with codes, other frames, anything."""
+def replication_sender(_: Path) -> Attempt:
+    """What a peer answers to what was sent there: frames of APPENDED with codes, other frames, anything."""
     import crafted
 
     from everstep.native import _native
@@ -749,7 +750,7 @@ def carrier(_: Path) -> Attempt:
         store = crafted.empty(crafted.Store)
         store.own(range(crafted.PARTITIONS))
         store.protect(range(crafted.PARTITIONS), True)
-        one = _native.Carrier(store, (0, 1))
+        one = _native.ReplicationSender(store, (0, 1))
         peer = (1, 1)
         one.live([peer], 5)
         one.set_route(crafted.PARTITION, [peer])
@@ -765,7 +766,7 @@ def carrier(_: Path) -> Attempt:
             crafted.push(store, 0)
             n = rng.choice((0, 1, 1, 2, 3, 8, 300))
             codes = bytes(rng.choice((0, 0, 0, 1, 2, 3, 4, 9, 255)) for _ in range(n))
-            answer = encode_frame(FrameKind.FED, codes)
+            answer = encode_frame(FrameKind.APPENDED, codes)
             if rng.random() < 0.3:
                 answer = encode_frame(FrameKind.ANSWER, msgspec.msgpack.encode(["Moved", 7]))
             if rng.random() < 0.4:

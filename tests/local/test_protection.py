@@ -251,7 +251,7 @@ if job.chief:
 def test_a_ps_that_is_lost_before_its_mirrors_are_whole_begins_empty(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its partitions begin again, with the first rows of their tables, and all that was trained is trained again."""
     monkeypatch.setenv(
-        "EVERSTEP_FAULT", "ps:1.1:before_feed:1"
+        "EVERSTEP_FAULT", "ps:1.1:before_append:1"
     )  # in its first life alone: each further one costs a move
     run.script.write_text(FIRST_ROWS)
     run.start("--workers", "2", "--ps", "3", "--parity", "2+1")
@@ -317,7 +317,16 @@ def test_hot_partitions_move_away_from_the_ps_that_has_too_much_to_do(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "step",
-    ["before_apply", "after_apply", "before_feed", "after_feed", "before_ack", "after_ack", "mid_move", "mid_rebuild"],
+    [
+        "before_apply",
+        "after_apply",
+        "before_append",
+        "after_append",
+        "before_ack",
+        "after_ack",
+        "mid_move",
+        "mid_rebuild",
+    ],
 )
 def test_a_ps_dies_at_a_named_step_in_every_life(run: Run, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     """Its replacements die there too, until nobody starts another one: the others have its partitions then."""

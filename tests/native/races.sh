@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The C++ with ThreadSanitizer: the tests of native/, and those in which several threads use one store, mirror or
-# carrier. The interpreter itself is not built with it; its lock is seen all the same. What is reported of the C library
+# sender. The interpreter itself is not built with it; its lock is seen all the same. What is reported of the C library
 # and not of native/ is named in races.supp. Takes some minutes; whatever it finds is shown, and the exit code is not 0.
 #   tests/native/races.sh
 set -eu
@@ -16,7 +16,7 @@ export TSAN_OPTIONS="halt_on_error=0 history_size=4 log_path=$folder/found suppr
 status=0
 # Its memory lies where address space randomisation must not put anything: setarch -R.
 setarch "$(uname -m)" -R env LD_PRELOAD="$(gcc -print-file-name=libtsan.so)" \
-  python -m pytest -q -p no:cacheprovider tests/native tests/protect/test_carrier.py || status=$?
+  python -m pytest -q -p no:cacheprovider tests/native tests/protect/test_replication_sender.py || status=$?
 if grep -qs "^SUMMARY: ThreadSanitizer" "$folder"/found*; then
   cat "$folder"/found*
   status=1

@@ -17,7 +17,7 @@ import pytest
 from everstep.ids import Incarnation, PartitionId, Slot
 from everstep.model.member import Address
 from everstep.model.placement import Mirror, MirrorKind, Placement, PsPlace
-from everstep.net.messages import Fed, FetchContents, FetchLog, LogTaken, Moved, TransferOwnership
+from everstep.net.messages import Appended, FetchContents, FetchLog, LogTaken, Moved, TransferOwnership
 from everstep.protect.machine import REST, Acquired, Ask, LoadSnapshot, Machine, MirrorState, Released, Stuck
 from everstep.protect.replication import Outgoing, PeerKey, PythonReplicationSender, StreamKind
 from seeds import seeds
@@ -393,11 +393,11 @@ class World:
         peer = self.ps.get(to) or self.zombies.get(to)
         if batch is None or peer is None or self.random.random() < self.loss:
             return
-        answer = peer.machine.feed(p.machine.feed_of(batch), [i.blob for i in batch.items])
+        answer = peer.machine.append(p.machine.append_of(batch), [i.blob for i in batch.items])
         if peer.machine.dirty:
             peer.machine.settle()
         self.act(peer)
-        if isinstance(answer, Fed) and self.random.random() >= self.loss:
+        if isinstance(answer, Appended) and self.random.random() >= self.loss:
             for partition, ticket in p.streams.answered(to, batch.first, answer.applied).items():
                 p.machine.refused(partition, ticket)
 

@@ -461,15 +461,17 @@ def test_differences_of_a_push_need_no_interpreter_where_they_are_taken(
     striped(c, rows)
     c.push(3)
     until(c.whole)
-    fed: list[int] = []
-    feed = Machine.feed
-    monkeypatch.setattr(Machine, "feed", lambda m, request, blobs: (fed.append(m.me[0]), feed(m, request, blobs))[1])
+    appended: list[int] = []
+    append = Machine.append
+    monkeypatch.setattr(
+        Machine, "append", lambda m, request, blobs: (appended.append(m.me[0]), append(m, request, blobs))[1]
+    )
     c.push(10)
     until(c.whole)
-    assert not fed
+    assert not appended
     c.check_mirrors()
     if rows == 2:  # what is kept for the other row is the end of what was pushed, not all of it
-        kept = [len(c.ps[Slot(4)].service._inbox.tail(b, -1)) for b in range(B)]
+        kept = [len(c.ps[Slot(4)].service._receiver.retained_after(b, -1)) for b in range(B)]
         assert 0 < max(kept) < 10
 
 
@@ -483,9 +485,9 @@ def test_a_mirror_that_lacks_a_difference_is_made_again_under_pushes(
     c.push(10)
     until(c.whole)
     taker = c.ps[Slot(4)]
-    machine, inbox = taker.service.mirrors.machine, taker.service._inbox
-    stream, number = inbox.received((0, 1))
-    inbox.set_received((0, 1), (stream, number + 1))  # the next one of ps:0 counts as one that came before
+    machine, receiver = taker.service.mirrors.machine, taker.service._receiver
+    stream, number = receiver.received((0, 1))
+    receiver.set_received((0, 1), (stream, number + 1))  # the next one of ps:0 counts as one that came before
     c.push(5)
     until(lambda: bool(machine.inconsistent))
     inconsistent = set(machine.inconsistent)
@@ -636,7 +638,7 @@ def test_a_push_that_awaits_a_mirrors_answer_ends_when_the_placement_no_longer_n
     until(c.whole)
     p, stuck = c.ps[Slot(0)], c.ps[Slot(1)]
     p.service.wait_s = 10 * PATIENCE_S
-    stuck.service._inbox.lock((p.slot, p.life))
+    stuck.service._receiver.lock((p.slot, p.life))
     batch = [(t, np.arange(5), np.ones((1, 60, t.dim), np.float32)) for t in TABLES]
     push = threading.Thread(target=c.push_to, args=(p, [0], batch))
     push.start()
@@ -647,7 +649,7 @@ def test_a_push_that_awaits_a_mirrors_answer_ends_when_the_placement_no_longer_n
     c.publish()
     push.join(PATIENCE_S / 4)
     ended = not push.is_alive()
-    stuck.service._inbox.unlock((p.slot, p.life))
+    stuck.service._receiver.unlock((p.slot, p.life))
     stuck.end()
     push.join(PATIENCE_S)
     assert ended

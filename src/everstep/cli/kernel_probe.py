@@ -27,7 +27,7 @@ from everstep.errors import ConfigError, EverstepError
 from everstep.ids import Incarnation, PartitionId, Slot
 from everstep.model.table import OptimizerKind, OptimizerSpec, TableSpec
 from everstep.native import BlobKind, Store, unique_route
-from everstep.net.messages import Feed, StreamEntry
+from everstep.net.messages import Append, StreamEntry
 from everstep.policies.measured_costs import KernelCosts, MeasuredCosts
 from everstep.protect.snapshots import SnapshotWriter
 
@@ -108,7 +108,7 @@ class _Copy:
             if not entries:
                 return sent + time.process_time() - began, applied
             listed = tuple(StreamEntry(PartitionId(e[0]), e[1], int(e[2]), e[4]) for e in entries)
-            feed = Feed(1, Slot(0), Incarnation(1), (), listed, (0,) * len(listed), (), first)
+            feed = Append(1, Slot(0), Incarnation(1), (), listed, (0,) * len(listed), (), first)
             self._through(msgspec.msgpack.encode(feed))
             for entry in entries:
                 self._through(data.data[entry[3] : entry[3] + entry[4]])

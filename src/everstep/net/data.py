@@ -20,9 +20,9 @@ import msgspec
 
 from everstep.errors import EverstepError, WireError
 from everstep.model.member import Address
+from everstep.net.append_frames import decode_append
 from everstep.net.arena import Arena, map_arena
 from everstep.net.auth import AUTH_S, Identity, Secret, authenticate_client, authenticate_server
-from everstep.net.feed import decode_feed
 from everstep.net.frames import (
     AUTH_LIMITS,
     DATA_LIMITS,
@@ -35,7 +35,7 @@ from everstep.net.frames import (
     decode_header,
 )
 from everstep.net.log import LineLimit, logger
-from everstep.net.messages import Attach, Bad, DataAnswer, DataRequest, Fed, LogTaken
+from everstep.net.messages import Appended, Attach, Bad, DataAnswer, DataRequest, LogTaken
 from everstep.net.retry import Deadline
 from everstep.net.sockets import connect, is_local
 from everstep.net.strangers import SPEAK_S, Strangers, address_of, scarce
@@ -228,7 +228,7 @@ class DataServer:
             follower = service.follow(stream.plain_fd, stream.take_buffered())
         while True:
             frame = stream.recv() if follower is None else _next_of(follower)
-            if frame.kind == FrameKind.FEED and client.role == "ps":
+            if frame.kind == FrameKind.APPEND and client.role == "ps":
                 self._hand_on(stream, frame)
                 continue
             if frame.kind != FrameKind.REQUEST:
@@ -252,11 +252,12 @@ class DataServer:
             )
 
     def _hand_on(self, stream: FrameSocket, frame: Frame) -> None:
-        """Hand on a feed that is no plain case."""
-        answer, _ = self._handle(decode_feed(frame.header), memoryview(frame.body), None)
-        fed = isinstance(answer, Fed)
-        header = answer.applied if isinstance(answer, Fed) else _encoder.encode(answer)
-        stream.send(FrameKind.FED if fed else FrameKind.ANSWER, header, deadline=Deadline(_SEND_S, "taking the answer"))
+        """Hand on a message that is no plain case."""
+        answer, _ = self._handle(decode_append(frame.header), memoryview(frame.body), None)
+        appended = isinstance(answer, Appended)
+        header = answer.applied if isinstance(answer, Appended) else _encoder.encode(answer)
+        kind = FrameKind.APPENDED if appended else FrameKind.ANSWER
+        stream.send(kind, header, deadline=Deadline(_SEND_S, "taking the answer"))
 
     def _handle(
         self, request: DataRequest, body: memoryview, arena: memoryview | None

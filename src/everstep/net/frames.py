@@ -62,12 +62,14 @@ class FrameKind(IntEnum):
     ORDER = 4
     REQUEST = 5
     ANSWER = 6
-    FEED = 7  # between ps: read and written in C++ (native/wire.h); its checksum does not cover the body
-    FED = 8
+    APPEND = 7  # between ps: read and written in C++ (native/wire.h); its checksum does not cover the body
+    APPENDED = 8
 
 
 _KINDS = frozenset(int(k) for k in FrameKind)
-_CHECKED_KINDS = frozenset((int(FrameKind.REQUEST), int(FrameKind.ANSWER), int(FrameKind.FEED), int(FrameKind.FED)))
+_CHECKED_KINDS = frozenset(
+    (int(FrameKind.REQUEST), int(FrameKind.ANSWER), int(FrameKind.APPEND), int(FrameKind.APPENDED))
+)
 
 
 class Limits(NamedTuple):
@@ -119,7 +121,7 @@ def _check(preamble: bytes) -> int:
 def _crc(preamble: bytes, header: Buffer, body: Sequence[Buffer]) -> int:
     crc32c = _crc32c()
     crc = crc32c(header, crc32c(preamble[: PREAMBLE_BYTES - _CRC.size]))
-    for buffer in () if preamble[4] == FrameKind.FEED else body:  # there each entry has its own
+    for buffer in () if preamble[4] == FrameKind.APPEND else body:  # there each entry has its own
         crc = crc32c(buffer, crc)
     return crc
 

@@ -401,17 +401,17 @@ class StreamEntry(msgspec.Struct, frozen=True, array_like=True):
     sync: Whole = 0
 
 
-class Feed(msgspec.Struct, frozen=True, tag="feed"):
+class Append(msgspec.Struct, frozen=True, tag="append"):
     """Brings differences and contents of partitions for the mirrors at this ps, in order. ``mirrors``: per entry the
     mirror id it is for, 0: every mirror here that has the partition. From the partitions' owner only. ``first``: number
     of the first entry in the stream number ``stream`` from this life of the sender to this life of the receiver; an
     entry that came before is a repeat, a stream with a larger number begins at 0. ``confirmed``: (partition, seq) that
-    all its mirrors have: older tails may go. Answer: Fed | Moved | Bad."""
+    all its mirrors have: older entries of their logs may go. Answer: Appended | Moved | Bad."""
 
     version: Whole
     sender: Slot
     incarnation: Incarnation
-    tables: tuple[TableSpec, ...]  # new ones since the last Feed of this connection
+    tables: tuple[TableSpec, ...]  # new ones since the last Append of this connection
     entries: tuple[StreamEntry, ...]
     mirrors: tuple[Whole, ...]
     confirmed: tuple[tuple[PartitionId, WholeOrNone], ...] = ()
@@ -632,7 +632,7 @@ DataRequest = (
     | Scan
     | Peek
     | Stat
-    | Feed
+    | Append
     | FetchContents
     | FetchLog
     | TransferOwnership
@@ -705,7 +705,7 @@ class Moved(msgspec.Struct, frozen=True, tag="moved"):
     version: int
 
 
-class Fed(msgspec.Struct, frozen=True, tag="fed"):
+class Appended(msgspec.Struct, frozen=True, tag="appended"):
     """``applied``: per entry: 0 applied, 1 repeat, 2 gap (a difference before it is missing), 3 no such mirror, 4
     refused: another ps owns the partition."""
 
@@ -713,7 +713,7 @@ class Fed(msgspec.Struct, frozen=True, tag="fed"):
 
 
 class LogFetched(msgspec.Struct, frozen=True, tag="tailed"):
-    """Brings a log's tail; ``seq``: where the mirror is; ``entries``: what it has after the asked seq, blobs in the
+    """Brings the end of a log; ``seq``: where the mirror is; ``entries``: what it has after the asked seq, blobs in the
     body."""
 
     seq: int
@@ -838,7 +838,7 @@ DataAnswer = (
     | Scanned
     | Peeked
     | PsStats
-    | Fed
+    | Appended
     | LogFetched
     | OwnershipTransferred
     | StateReady

@@ -41,7 +41,7 @@ Driving it
 ----------
 Inputs are ``place``, ``fetch_contents``, ``fetch_log``, ``hand_over`` (messages of other ps; they return the answer),
 ``answered`` (of what ``asks`` said), ``loaded`` and ``settle``; afterwards carry out ``take_actions`` in order.
-``feed`` may run while ``feed`` of another sender runs, never at the same time as anything else; afterwards call
+``append`` may run while ``append`` of another sender runs, never at the same time as anything else; afterwards call
 ``settle`` if ``dirty``. What ``asks`` returns is to be sent, and sent again until it is no longer there; the peer may
 be this ps itself. Call ``sync`` (one piece of contents) while it returns true and the streams are not too full. Between
 the store's outbox and the peers are the ``Streams``, of which the machine sets the routes.
@@ -62,9 +62,9 @@ from everstep.model.placement import Mirror, Placement
 from everstep.model.reasons import Arrival
 from everstep.model.snapshot import Holdings
 from everstep.net.messages import (
+    Append,
+    Appended,
     DataAnswer,
-    Fed,
-    Feed,
     FetchContents,
     FetchLog,
     LogFetched,
@@ -634,7 +634,7 @@ class Machine:
             self._mark_inconsistent(held, why)
 
     def _mark_inconsistent(self, held: _HeldMirror, why: str) -> None:
-        """It lacks something: from now on it takes no part, and is thrown away as soon as nobody feeds."""
+        """It lacks something: from now on it takes no part, and is thrown away as soon as nobody appends."""
         held.complete, held.inconsistent = False, held.inconsistent or why
         self.dirty = True
 
@@ -659,7 +659,7 @@ class Machine:
     # ------------------------------------------------------------ differences and contents come in
 
     def followed(self) -> list[tuple[PartitionId, PeerKey, list[int], bool]]:
-        """Return (partition, source, mirrors here, whether tails are kept) of which ``feed`` does nothing with
+        """Return (partition, source, mirrors here, whether differences are kept) of which ``append`` does nothing with
         differences, the next in order, but apply them, and keep them. Good until the machine changes."""
         placement = self.placement
         if placement is None:
@@ -670,7 +670,7 @@ class Machine:
             if partition in self._sources and self._alive(self._sources[partition].key)
         ]
 
-    def feed(self, request: Feed, blobs: Sequence[Blob]) -> Fed | Moved:
+    def append(self, request: Append, blobs: Sequence[Blob]) -> Appended | Moved:
         """Take in entries of a peer's stream. Two of one sender never at once."""
         placement = self.placement
         if placement is None or request.version > placement.version:
@@ -678,7 +678,7 @@ class Machine:
         sender = (request.sender, request.incarnation)
         stream, next_number = self._received.get(sender, (0, 0))
         if request.stream < stream or not self._alive(sender):
-            return Fed(bytes([AppendCode.REFUSED] * len(request.entries)))
+            return Appended(bytes([AppendCode.REFUSED] * len(request.entries)))
         if request.stream > stream:
             next_number = 0
             self._received[sender] = (request.stream, 0)
@@ -704,7 +704,7 @@ class Machine:
             source = self._sources.get(partition)
             if source is not None and source.key == sender:
                 self._retained.confirm(partition, seq)
-        return Fed(bytes(codes))
+        return Appended(bytes(codes))
 
     def _take(self, sender: PeerKey, entry: StreamEntry, mirror: int, blob: Blob, again: bool) -> AppendCode:
         if entry.partition == REST:
@@ -718,7 +718,7 @@ class Machine:
             return AppendCode.REPEAT
         return self._take_contents(entry, mirror, blob)
 
-    def _apply(self, run: Sequence[tuple[int, int]], request: Feed, blobs: Sequence[Blob], codes: bytearray) -> None:
+    def _apply(self, run: Sequence[tuple[int, int]], request: Append, blobs: Sequence[Blob], codes: bytearray) -> None:
         """Apply differences to mirrors; set the entries' codes."""
         if not run:
             return
@@ -1084,7 +1084,7 @@ class Machine:
 
     def _is_newer(self, mirror: int, partition: PartitionId) -> bool:
         """Return whether a mirror here is to be preferred to the fenced partition: it is of this partition alone, or
-        the owner after us has fed it. That owner may have been lost before it said that it has all."""
+        the owner after us has sent it differences. That owner may have been lost before it said that it has all."""
         if len(self._mirrors[mirror].mirror.members) == 1:
             return True
         return self.port.mirror_seq(mirror, partition) > self.port.seq(partition)
@@ -1094,7 +1094,7 @@ class Machine:
         return next((c for b, c in self.placement.snapshots if b == partition), None)
 
     def _old_owner(self, partition: PartitionId) -> PeerKey | None:
-        """Who fed our mirror, or got the partition after us; None if that was nobody, or it lives no more."""
+        """Return who sent our mirror its differences, or got the partition after us; None if it lives no more."""
         fenced = self._fenced.get(partition)
         if fenced is not None:
             return fenced.to if fenced.to is not None and fenced.to != self.me and self._alive(fenced.to) else None
@@ -1258,14 +1258,14 @@ class Machine:
                 held = self._mirrors[id_]
                 if held.complete and self.port.mirror_apply(id_, kept) == AppendCode.GAP:
                     self._mark_inconsistent(
-                        held, f"the tail of mirror {mirror} leaves a gap before {entry.seq} of partition {partition}"
+                        held, f"the log of mirror {mirror} leaves a gap before {entry.seq} of partition {partition}"
                     )
             self._retained.keep(partition, entry.seq, kept)
         if self._caught_up_to(partition) < answer.seq:
             # It cannot be brought to the same point: the other one is the newer, and the partition is to be had there.
             for id_ in self._by_partition.get(partition, ()):
                 if self._mirrors[id_].complete:
-                    why = f"the tail of mirror {mirror} does not reach {answer.seq} of partition {partition}"
+                    why = f"the log of mirror {mirror} does not reach {answer.seq} of partition {partition}"
                     self._mark_inconsistent(self._mirrors[id_], why)
 
     def _catch_up(self, partition: PartitionId, gain: _Gain, others: list[tuple[int, PeerKey]]) -> None:
@@ -1472,9 +1472,9 @@ class Machine:
             recovery.emit_at = 0
         return True
 
-    def feed_of(self, batch: Batch) -> Feed:
+    def append_of(self, batch: Batch) -> Append:
         """Return the message for a batch of the streams; its blobs are the body."""
-        return Feed(
+        return Append(
             self.version,
             self.me[0],
             self.me[1],

@@ -42,7 +42,7 @@ class StreamKind(IntEnum):
 
 
 class AppendCode(IntEnum):
-    """Is the code of an entry in an answer to Feed."""
+    """Is the code of an entry in an answer to Append."""
 
     APPLIED = 0
     REPEAT = 1
@@ -106,7 +106,7 @@ class _Stream:
 
 class Flow(Protocol):
     """Is what the machine of mirrors needs of ``PythonReplicationSender``, or of their twin in C++
-    (``protect/carrier.py``)."""
+    (``protect/replication_sender.py``)."""
 
     routes: MutableMapping[PartitionId, tuple[PeerKey, ...]]
 

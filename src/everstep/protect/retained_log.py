@@ -12,8 +12,7 @@ from everstep.protect.replication import Blob
 
 
 class RetainedLog(Protocol):
-    """Is what the machine needs of ``PythonRetainedLog``, or of the inbox, which keeps those of the feeds that it takes
-    itself."""
+    """Is what the machine needs of ``PythonRetainedLog``, or of the receiver, which keeps what it takes in itself."""
 
     def keep(self, partition: PartitionId, seq: int, blob: Blob) -> None:
         """A difference was applied; nothing if one as new is kept already. ``blob`` outlives its message."""
@@ -32,23 +31,23 @@ class RetainedLog(Protocol):
 
 
 class PythonRetainedLog:
-    """Is ``RetainedLog`` in Python: the oracle of those in native/inbox.cpp."""
+    """Is ``RetainedLog`` in Python: the oracle of those in native/receiver.cpp."""
 
     def __init__(self) -> None:
         self._retained: dict[PartitionId, deque[tuple[int, Blob]]] = {}
 
     def __repr__(self) -> str:
-        return f"<PythonRetainedLog { ({b: len(tail) for b, tail in self._retained.items()}) }>"
+        return f"<PythonRetainedLog { ({b: len(kept) for b, kept in self._retained.items()}) }>"
 
     def keep(self, partition: PartitionId, seq: int, blob: Blob) -> None:
-        tail = self._retained.setdefault(partition, deque())
-        if not tail or tail[-1][0] < seq:
-            tail.append((seq, blob))
+        kept = self._retained.setdefault(partition, deque())
+        if not kept or kept[-1][0] < seq:
+            kept.append((seq, blob))
 
     def confirm(self, partition: PartitionId, seq: int) -> None:
-        tail = self._retained.get(partition)
-        while tail and tail[0][0] <= seq:
-            tail.popleft()
+        kept = self._retained.get(partition)
+        while kept and kept[0][0] <= seq:
+            kept.popleft()
 
     def after(self, partition: PartitionId, seq: int) -> list[tuple[int, Blob]]:
         return [(s, blob) for s, blob in self._retained.get(partition, ()) if s > seq]

@@ -1,7 +1,7 @@
 """Is the shell round the machine of mirrors: its locks, its threads, its connections to other ps.
 
-Locks, in this order: the service's *gate* (pushes and feeds share it, whatever changes what is served or mirrored
-holds it alone), then ``lock``, which guards the machine (but for feeds, which have the gate). Nobody waits for the
+Locks, in this order: the service's *gate* (pushes and appends share it, whatever changes what is served or mirrored
+holds it alone), then ``lock``, which guards the machine (but for appends, which have the gate). Nobody waits for the
 network with either.
 
 Differences that come as they should never come here: what a push made is brought to the mirrors by
@@ -32,11 +32,11 @@ from everstep.native import Store, _native
 from everstep.net.data import answer_of
 from everstep.net.log import LineLimit
 from everstep.net.messages import (
+    Append,
+    Appended,
     Bad,
     DataAnswer,
     DataRequest,
-    Fed,
-    Feed,
     FetchContents,
     FetchLog,
     LogFetched,
@@ -45,15 +45,15 @@ from everstep.net.messages import (
     OwnershipTransferred,
     TransferOwnership,
 )
-from everstep.protect.carrier import CarryOutcome, EventKind, PeerEvent, ReplicationSender
 from everstep.protect.machine import Ask, Machine, MirrorAction
 from everstep.protect.port import Body, StorePort
 from everstep.protect.replication import AppendCode, Batch, Blob, PeerKey, StreamKind
+from everstep.protect.replication_sender import CarryOutcome, EventKind, PeerEvent, ReplicationSender
 from everstep.ps.lag_flusher import LagFlusher
 from everstep.ps.rebuild_pacer import RebuildPacer
 from everstep.ps.rw_lock import RwLock
 
-FEED_BYTES = 4 << 20
+APPEND_BYTES = 4 << 20
 """Largest message to a peer, but for single entries that are larger."""
 
 STREAM_BYTES = 1 << 20
@@ -117,50 +117,50 @@ class _Peer:
 
 
 class _Received(MutableMapping[PeerKey, tuple[int, int]]):
-    """Knows how far each sender's stream has come; the inbox keeps it."""
+    """Knows how far each sender's stream has come; the receiver keeps it."""
 
-    def __init__(self, inbox: _native.Inbox) -> None:
-        self._inbox = inbox
+    def __init__(self, receiver: _native.ReplicationReceiver) -> None:
+        self._receiver = receiver
 
     def __getitem__(self, sender: PeerKey) -> tuple[int, int]:
-        stream, number = self._inbox.received(sender)
+        stream, number = self._receiver.received(sender)
         if stream < 0:
             raise KeyError(sender)
         return stream, number
 
     def __setitem__(self, sender: PeerKey, received: tuple[int, int]) -> None:
-        self._inbox.set_received(sender, received)
+        self._receiver.set_received(sender, received)
 
     def __delitem__(self, sender: PeerKey) -> None:
-        self._inbox.forget(sender)
+        self._receiver.forget(sender)
 
     def __iter__(self) -> Iterator[PeerKey]:
-        return iter(self._inbox.senders())
+        return iter(self._receiver.senders())
 
     def __len__(self) -> int:
-        return len(self._inbox.senders())
+        return len(self._receiver.senders())
 
 
-class _InboxLog:
-    """Gives the ``RetainedLog`` of the inbox."""
+class _ReceiverLog:
+    """Gives the ``RetainedLog`` of the receiver."""
 
-    def __init__(self, inbox: _native.Inbox) -> None:
-        self._inbox = inbox
+    def __init__(self, receiver: _native.ReplicationReceiver) -> None:
+        self._receiver = receiver
 
     def keep(self, partition: PartitionId, seq: int, blob: Blob) -> None:
-        self._inbox.keep_tail(partition, seq, blob)
+        self._receiver.retain(partition, seq, blob)
 
     def confirm(self, partition: PartitionId, seq: int) -> None:
-        self._inbox.confirm_tail(partition, seq)
+        self._receiver.confirm_retained(partition, seq)
 
     def after(self, partition: PartitionId, seq: int) -> list[tuple[int, Blob]]:
-        return self._inbox.tail(partition, seq)
+        return self._receiver.retained_after(partition, seq)
 
     def drop(self, partition: PartitionId) -> None:
-        self._inbox.drop_tail(partition)
+        self._receiver.drop_retained(partition)
 
     def clear(self) -> None:
-        self._inbox.drop_tails()
+        self._receiver.drop_all_retained()
 
 
 class MirrorServer:
@@ -176,13 +176,15 @@ class MirrorServer:
         slot: Slot,
         incarnation: Incarnation,
         gate: RwLock,
-        inbox: _native.Inbox,
+        receiver: _native.ReplicationReceiver,
         do: Callable[[list[MirrorAction]], None],
         on_failure: Callable[[str], None],
     ) -> None:
-        self._store, self._gate, self._inbox, self._do, self._on_failure = store, gate, inbox, do, on_failure
+        self._store, self._gate, self._receiver, self._do, self._on_failure = store, gate, receiver, do, on_failure
         self.streams = ReplicationSender(store, (slot, incarnation))
-        self.machine = Machine(slot, incarnation, StorePort(store), self.streams, _Received(inbox), _InboxLog(inbox))
+        self.machine = Machine(
+            slot, incarnation, StorePort(store), self.streams, _Received(receiver), _ReceiverLog(receiver)
+        )
         self._slot = slot
         self.lock = threading.RLock()
         self._changed = threading.Condition(self.lock)  # what is served
@@ -225,7 +227,7 @@ class MirrorServer:
                 self._do(self.machine.take_actions())
                 self.rebuilt = self.machine.answering
                 self._asks = self.machine.asks()
-                self._inbox.publish(self.machine.version, self.machine.followed())
+                self._receiver.publish(self.machine.version, self.machine.followed())
                 self._changed.notify_all()
                 self._wake_peers()
 
@@ -349,7 +351,7 @@ class MirrorServer:
                     continue
                 match event.kind:
                     case EventKind.YOURS:
-                        batch = self.streams.batch(peer.key, FEED_BYTES)
+                        batch = self.streams.batch(peer.key, APPEND_BYTES)
                         if batch is not None and self._attempt(self._send, peer, batch):
                             sent.append((peer, batch))
                     case EventKind.BROKEN:
@@ -390,9 +392,9 @@ class MirrorServer:
 
     # ------------------------------------------------------------ messages of other ps
 
-    def feed(self, request: Feed, body: memoryview) -> Fed | Moved:
+    def append(self, request: Append, body: memoryview) -> Appended | Moved:
         """Take in entries of a peer's stream."""
-        faultpoints.reach("before_feed")
+        faultpoints.reach("before_append")
         self.wait_placed(request.version)
         if request.tables:
             with self.lock:  # not in the middle of a piece of a full sync
@@ -402,11 +404,11 @@ class MirrorServer:
         self.contents_bytes += contents_bytes(request)
         sender = (request.sender, request.incarnation)
         with self._gate.shared():
-            self._inbox.lock(sender)
+            self._receiver.lock(sender)
             try:
-                answer = self.machine.feed(request, blobs)
+                answer = self.machine.append(request, blobs)
             finally:
-                self._inbox.unlock(sender)
+                self._receiver.unlock(sender)
         if self.machine.dirty:
             with self.transition():
                 pass
@@ -414,7 +416,7 @@ class MirrorServer:
             self.machine.arrived = False
             with self._changed:
                 self._changed.notify_all()
-        faultpoints.reach("mid_rebuild" if self.machine.rebuilding else "after_feed")
+        faultpoints.reach("mid_rebuild" if self.machine.rebuilding else "after_append")
         return answer
 
     def fetch_contents(self, request: FetchContents) -> LogTaken | Moved:
@@ -571,7 +573,7 @@ class MirrorServer:
                 try:
                     if peer.key != self.machine.me and peer.link is None:
                         self._link(peer)
-                    self._feed(peer)
+                    self._append_to(peer)
                     moved = [self._ask(peer.link, ask) for ask in asks]
                     failures, pause_s = 0, 0.0
                     if asks and left <= 0:
@@ -615,7 +617,7 @@ class MirrorServer:
         placement = self.machine.placement
         return placement is not None and any((s.slot, s.incarnation) == key for s in placement.servers)
 
-    def _feed(self, peer: _Peer) -> None:
+    def _append_to(self, peer: _Peer) -> None:
         """Send to a peer that is claimed. EverstepError: the connection does not hold."""
         if peer.link is not None:
             for event in self.streams.flight(peer.key, _ANSWER_S):
@@ -627,11 +629,11 @@ class MirrorServer:
                     case _:
                         self._hear(peer, event)
             return
-        batch = self.streams.batch(peer.key, FEED_BYTES)
+        batch = self.streams.batch(peer.key, APPEND_BYTES)
         if batch is not None:
             with self.lock:
-                request = self.machine.feed_of(batch)
-            self._answered(peer, batch.first, batch, self._feed_ourselves(request, batch))
+                request = self.machine.append_of(batch)
+            self._answered(peer, batch.first, batch, self._append_ourselves(request, batch))
 
     def _stream(self, peer: _Peer) -> None:
         """Send what a claimed peer is owed, several messages on their way at once, for ``_STREAM_S`` at most."""
@@ -657,7 +659,7 @@ class MirrorServer:
 
     def _send(self, peer: _Peer, batch: Batch) -> None:
         assert peer.link is not None
-        request = self.machine.feed_of(batch)
+        request = self.machine.append_of(batch)
         tables, specs = self._store.declared()
         if len(specs) > len(peer.announced):
             request = msgspec.structs.replace(request, tables=tuple(s for s in specs if s.id not in peer.announced))
@@ -678,7 +680,7 @@ class MirrorServer:
         if isinstance(answer, Moved):
             time.sleep(_ASK_AGAIN_S)  # it does not know our placement yet
             return False
-        if batch is None or not isinstance(answer, Fed) or len(answer.applied) != len(batch.items):
+        if batch is None or not isinstance(answer, Appended) or len(answer.applied) != len(batch.items):
             error = answer.error if isinstance(answer, Bad) else f"{answer!r}"
             raise WireError(f"ps:{peer.key[0]} does not take our differences: {error}")
         self._judged(peer, first, answer.applied)
@@ -693,10 +695,10 @@ class MirrorServer:
             return
         self.streams.answered(peer.key, first, codes)
 
-    def _feed_ourselves(self, request: Feed, batch: Batch) -> Fed | Moved:
+    def _append_ourselves(self, request: Append, batch: Batch) -> Appended | Moved:
         self.contents_bytes += contents_bytes(request)
         with self._gate.shared():
-            answer = self.machine.feed(request, [i.blob for i in batch.items])
+            answer = self.machine.append(request, [i.blob for i in batch.items])
         if self.machine.dirty:
             with self.transition():
                 pass
@@ -714,8 +716,8 @@ class MirrorServer:
             match ask.request:
                 case FetchContents() as fetch:
                     answer = self.fetch_contents(fetch)
-                case FetchLog() as tail:
-                    answer, blobs = self.fetch_log(tail)
+                case FetchLog() as wanted:
+                    answer, blobs = self.fetch_log(wanted)
                 case TransferOwnership() as hand_over:
                     answer = self.hand_over(hand_over)
         if isinstance(answer, Moved):
@@ -730,6 +732,6 @@ class MirrorServer:
         return False
 
 
-def contents_bytes(request: Feed) -> int:
+def contents_bytes(request: Append) -> int:
     """Return how many bytes of it are contents of partitions."""
     return sum(entry.size_bytes for entry in request.entries if entry.kind != StreamKind.CHANGE)

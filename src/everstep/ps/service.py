@@ -47,12 +47,12 @@ from everstep.monitor.slowdown import Slowdown
 from everstep.native import Full, PushResult, Recovering, Store, _native, bitmap_partitions, unique_route
 from everstep.net.log import LineLimit
 from everstep.net.messages import (
+    Append,
     Bad,
     DataAnswer,
     DataRequest,
     Declare,
     Declared,
-    Feed,
     FetchContents,
     FetchLog,
     LogTaken,
@@ -147,8 +147,8 @@ class PsService:
         self.on_released: Callable[[PartitionId], None] | None = None
         self._audit_path = audit
         self._cut_every_s = cut_every_s
-        self._inbox = _native.Inbox(store)
-        self._gate = RwLock(self._inbox)
+        self._receiver = _native.ReplicationReceiver(store)
+        self._gate = RwLock(self._receiver)
         self._stripes = [threading.Lock() for _ in range(_STRIPES)]
         self._pushed = threading.Condition()  # a push was applied
         self._lock = threading.Lock()  # of what follows
@@ -162,7 +162,7 @@ class PsService:
         self.rows = RowSampler(store)
         self.meter = Meter()
         self.slowdown = Slowdown()
-        self.mirrors = MirrorServer(store, slot, incarnation, self._gate, self._inbox, self._carry_out, self._fail)
+        self.mirrors = MirrorServer(store, slot, incarnation, self._gate, self._receiver, self._carry_out, self._fail)
         self.mirrors.pacer = RebuildPacer(rebuild_share, lambda: self.meter.requests)
         if lag_s and not acked:
             self.mirrors.may_lag(lag_s, lambda: self.meter.requests)
@@ -388,10 +388,10 @@ class PsService:
         """Not with fault points: a death between two steps of ``handle`` is counted in Python."""
         return not faultpoints.armed("ps", self.slot)
 
-    def follow(self, fd: int, ahead: bytes) -> _native.Follower:
+    def follow(self, fd: int, ahead: bytes) -> _native.ReceiverConnection:
         """Return what reads a connection of another ps, and takes what it can. ``ahead``: what was read of the first
         frame."""
-        return _native.Follower(self._inbox, fd, ahead)
+        return _native.ReceiverConnection(self._receiver, fd, ahead)
 
     def handle(self, request: DataRequest, body: memoryview, arena: memoryview | None) -> Reply:
         """Answer one request. ``body``: what came behind its header; ``arena``: the connection's shared memory.
@@ -431,8 +431,8 @@ class PsService:
                 return self._push(request, body, arena), []
             case Pull():
                 return self._pull(request, body, arena)
-            case Feed():
-                return self.mirrors.feed(request, body), []
+            case Append():
+                return self.mirrors.append(request, body), []
             case OpenShard():
                 return self._open(request), []
             case Declare():

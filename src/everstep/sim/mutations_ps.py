@@ -15,7 +15,7 @@ from everstep.brain.members import SlotRecord
 from everstep.brain.shards import Dataset, Epoch, Shards
 from everstep.ids import PartitionId, ShardKey
 from everstep.model.placement import Mirror, Placement
-from everstep.net.messages import DataAnswer, Fed, Feed, FetchLog, LogFetched, Moved, Pushed, StreamEntry
+from everstep.net.messages import Append, Appended, DataAnswer, FetchLog, LogFetched, Moved, Pushed, StreamEntry
 from everstep.policies.placement_builder import PlacementBuilder
 from everstep.protect.machine import Ask, Machine
 from everstep.protect.replication import AppendCode, Blob, PeerKey, StreamKind
@@ -50,12 +50,12 @@ class DifferenceTwice(SimStore):
 class HearsTwice(Machine):
     """It forgets how far it has come in a peer's stream."""
 
-    def feed(self, request: Feed, blobs: Sequence[Blob]) -> Fed | Moved:
+    def append(self, request: Append, blobs: Sequence[Blob]) -> Appended | Moved:
         sender = (request.sender, request.incarnation)
         stream, number = self._received.get(sender, (0, 0))
         if stream == request.stream and all(e.kind == StreamKind.CHANGE for e in request.entries):
             self._received[sender] = (stream, min(number, request.first))
-        answer = super().feed(request, blobs)
+        answer = super().append(request, blobs)
         stream, now = self._received.get(sender, (0, 0))
         self._received[sender] = (stream, max(number, now))
         return answer
@@ -134,8 +134,8 @@ class FetchedLogDoesNotFence(Machine):
 
 
 class LogGoesAtOnce(Machine):
-    def feed(self, request: Feed, blobs: Sequence[Blob]) -> Fed | Moved:
-        answer = super().feed(request, blobs)
+    def append(self, request: Append, blobs: Sequence[Blob]) -> Appended | Moved:
+        answer = super().append(request, blobs)
         self._retained.clear()
         return answer
 

@@ -25,7 +25,7 @@ from everstep.model.reasons import Arrival
 from everstep.model.shard import Lease, Span, Token
 from everstep.model.snapshot import CheckpointFile, PartitionSnapshot
 from everstep.native.ledger import SpanTuple
-from everstep.net.messages import Fed, Feed, FetchContents, FetchLog, Moved, Pushed, TransferOwnership
+from everstep.net.messages import Append, Appended, FetchContents, FetchLog, Moved, Pushed, TransferOwnership
 from everstep.protect.machine import (
     Acquired,
     Ask,
@@ -94,7 +94,7 @@ class MirrorPs(Child):
         self.waiting: list[_Waiting] = []
         self.released: list[ShardKey] = []
         self.reports: list[Any] = []  # what the master has not answered
-        self.feeds: dict[PeerKey, tuple[int, float]] = {}  # request under way, when it is said again
+        self.appends: dict[PeerKey, tuple[int, float]] = {}  # request under way, when it is said again
         self.asked: dict[int, tuple[Ask, float]] = {}
         self.requests = 0
         self.draining = self.syncing = False
@@ -278,35 +278,35 @@ class MirrorPs(Child):
         """Send the next message to each peer that is owed something."""
         now = self.kernel.now
         for peer in self.streams.peers:
-            request, until = self.feeds.get(peer, (0, 0.0))
+            request, until = self.appends.get(peer, (0, 0.0))
             if request and until > now:
                 continue
             batch = self.streams.batch(peer, 1 << 20, 8)
             if batch is None:
-                self.feeds.pop(peer, None)
+                self.appends.pop(peer, None)
                 continue
             self.requests += 1
-            self.feeds[peer] = self.requests, now + AGAIN_S
-            feed, blobs = self.machine.feed_of(batch), [item.blob for item in batch.items]
-            self.to_peer(peer, "fed_by", self.requests, feed, blobs)
+            self.appends[peer] = self.requests, now + AGAIN_S
+            append, blobs = self.machine.append_of(batch), [item.blob for item in batch.items]
+            self.to_peer(peer, "appended_by", self.requests, append, blobs)
 
     def to_peer(self, peer: PeerKey, handler: str, *args: Any) -> None:
         target = self.sim.lives.get(peer)
         if target is not None:
             self.net.send(self, target, getattr(target, handler), self, *args)
 
-    def fed_by(self, sender: MirrorPs, request: int, feed: Feed, blobs: list[Any]) -> None:
-        answer = self.machine.feed(feed, blobs)
+    def appended_by(self, sender: MirrorPs, request: int, append: Append, blobs: list[Any]) -> None:
+        answer = self.machine.append(append, blobs)
         self.moved_on()
         if self.alive:
-            self.net.send(self, sender, sender.on_fed, self.me, request, feed.first, answer)
+            self.net.send(self, sender, sender.on_appended, self.me, request, append.first, answer)
 
-    def on_fed(self, peer: PeerKey, request: int, first: int, answer: Fed | Moved) -> None:
-        if self.feeds.get(peer, (0, 0.0))[0] != request:
+    def on_appended(self, peer: PeerKey, request: int, first: int, answer: Appended | Moved) -> None:
+        if self.appends.get(peer, (0, 0.0))[0] != request:
             return
         if isinstance(answer, Moved):  # it is behind: again when that is due
             return
-        del self.feeds[peer]
+        del self.appends[peer]
         for partition, ticket in self.streams.answered(peer, first, answer.applied).items():
             self.machine.refused(partition, ticket)
         self.machine.settle()

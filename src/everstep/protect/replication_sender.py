@@ -1,4 +1,4 @@
-"""Sends to mirrors by C++ (native/carrier.h), for real ps: the threads that wait for mirrors bring them what
+"""Sends to mirrors by C++ (native/replication_sender.h), for real ps: the threads that wait for mirrors bring them what
 they are owed without the interpreter. ``protect/replication.py`` says what it all means and is its oracle; the
 simulator runs that one.
 """
@@ -44,7 +44,7 @@ class PeerEvent(NamedTuple):
 class _Routes(MutableMapping[PartitionId, tuple[PeerKey, ...]]):
     """Who gets differences of a partition, told to the native side at every change."""
 
-    def __init__(self, native: _native.Carrier) -> None:
+    def __init__(self, native: _native.ReplicationSender) -> None:
         self._native = native
         self._known: dict[PartitionId, tuple[PeerKey, ...]] = {}
 
@@ -75,14 +75,14 @@ class ReplicationSender:
     """
 
     def __init__(self, store: Store, me: PeerKey) -> None:
-        self.native = _native.Carrier(store, me)
+        self.native = _native.ReplicationSender(store, me)
         self.routes: MutableMapping[PartitionId, tuple[PeerKey, ...]] = _Routes(self.native)
         # By peer: the stream, and what is to be said to it as confirmed with the next batch.
         self._unsaid: dict[PeerKey, tuple[int, dict[PartitionId, int]]] = {}
 
     def __repr__(self) -> str:
         done, _, next_ticket, _, waiting, _ = self.native.counts()
-        return f"<Carrier done={done}/{next_ticket} waiting={waiting} bytes>"
+        return f"<ReplicationSender done={done}/{next_ticket} waiting={waiting} bytes>"
 
     # ------------------------------------------------------------ streams
 
@@ -120,13 +120,13 @@ class ReplicationSender:
         return counts[0] == ticket and not counts[5]
 
     def sync(self, partition: PartitionId, from_ticket: int, targets: Sequence[SyncTarget]) -> None:
-        self.native.sweep(partition, from_ticket, list(targets))
+        self.native.sync(partition, from_ticket, list(targets))
 
     def widen(self, partition: PartitionId, from_ticket: int, target: SyncTarget) -> None:
         self.native.widen(partition, from_ticket, target)
 
     def end_syncs(self, partition: PartitionId) -> None:
-        self.native.end_sweeps(partition)
+        self.native.end_syncs(partition)
 
     def some(self, partition: PartitionId, target: SyncTarget) -> None:
         self.native.some(partition, target)

@@ -6,6 +6,6 @@
 
 namespace everstep {
 
-void bind_feed(nb::module_& m);
+void bind_replication(nb::module_& m);
 
 }  // namespace everstep

@@ -1,6 +1,6 @@
-// What other ps feed to the mirrors here, as far as it goes without saying: the differences that come next in a stream,
-// of partitions whose source the sender is; they are kept for other mirrors of theirs. Everything else is for the
-// machine (everstep/protect/machine.py), which also says, with the gate held alone, what goes without saying.
+// What other ps append to the mirrors here, as far as it goes without saying: the differences that come next in a
+// stream, of partitions whose source the sender is; they are kept for other mirrors of theirs. Everything else is for
+// the machine (everstep/protect/machine.py), which also says, with the gate held alone, what goes without saying.
 #pragma once
 #include <cstdint>
 #include <deque>
@@ -19,14 +19,14 @@ namespace everstep {
 
 using PeerKey = std::pair<int64_t, int64_t>;  // slot, incarnation
 
-class Inbox {
+class ReplicationReceiver {
  public:
   struct Source {
     PeerKey sender;
     std::vector<uint64_t> mirrors;
     bool several = false;  // there are others elsewhere: what is applied is kept for them
   };
-  explicit Inbox(Store& store) : store_(store) {}
+  explicit ReplicationReceiver(Store& store) : store_(store) {}
 
   Gate& gate() { return gate_; }
   // With the gate held alone. Partitions that are not named are the machine's, whoever sends them.
@@ -39,17 +39,18 @@ class Inbox {
   void set_received(const PeerKey& sender, std::pair<int64_t, int64_t> next);
   void forget(const PeerKey& sender);
   std::vector<PeerKey> senders();
-  // Held, inside of the gate, for the time of a feed: two of one sender never at once.
+  // Held, inside of the gate, for the time of a message: two of one sender never at once.
   std::mutex& one_at_a_time(const PeerKey& sender);
 
-  // Tails: protect/retained_log.py.
-  void keep_tail(uint32_t partition, int64_t seq, const uint8_t* data, size_t size);
-  void confirm_tail(uint32_t partition, int64_t seq);
-  std::vector<std::pair<int64_t, std::shared_ptr<const std::vector<uint8_t>>>> tail(uint32_t partition, int64_t seq);
-  void drop_tail(uint32_t partition);
-  void drop_tails();
+  // The retained log: protect/retained_log.py.
+  void retain(uint32_t partition, int64_t seq, const uint8_t* data, size_t size);
+  void confirm_retained(uint32_t partition, int64_t seq);
+  std::vector<std::pair<int64_t, std::shared_ptr<const std::vector<uint8_t>>>> retained_after(uint32_t partition,
+                                                                                              int64_t seq);
+  void drop_retained(uint32_t partition);
+  void drop_all_retained();
 
-  // Applies the entries of a FEED. False: it is for the machine, from the beginning.
+  // Applies the entries of a APPEND. False: it is for the machine, from the beginning.
   bool follow(const wire::Frame& frame, std::vector<uint8_t>& codes);
 
  private:
@@ -60,7 +61,7 @@ class Inbox {
   std::mutex mutex_;                              // of what follows; innermost
   std::map<PeerKey, std::pair<int64_t, int64_t>> received_;
   std::map<PeerKey, std::unique_ptr<std::mutex>> senders_;
-  std::unordered_map<uint32_t, std::deque<std::pair<int64_t, std::shared_ptr<const std::vector<uint8_t>>>>> tails_;
+  std::unordered_map<uint32_t, std::deque<std::pair<int64_t, std::shared_ptr<const std::vector<uint8_t>>>>> retained_;
 };
 
 }  // namespace everstep

@@ -1,4 +1,4 @@
-#include "carrier.h"
+#include "replication_sender.h"
 
 #include <algorithm>
 #include <atomic>
@@ -20,8 +20,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr size_t kTakeBytes = size_t(8) << 20;
-constexpr size_t kFeedBytes = size_t(4) << 20;  // largest message to a peer, but for single entries that are larger
-constexpr size_t kFeedItems = 4096;
+constexpr size_t kAppendBytes = size_t(4) << 20;  // largest message to a peer, but for single entries that are larger
+constexpr size_t kAppendItems = 4096;
 constexpr double kLeastAnswer_s = 0.1;  // an answer that is on its way is worth so much, however late it is
 constexpr int kTick_ms = 100;
 
@@ -31,7 +31,7 @@ Clock::duration seconds(double s) {
 
 }  // namespace
 
-struct Carrier::Flight {
+struct ReplicationSender::Flight {
   PeerKey peer;
   std::shared_ptr<Link> link;
   Batch batch;
@@ -43,7 +43,7 @@ struct Carrier::Flight {
 
 // ---------------------------------------------------------------- streams: in
 
-void Carrier::set_route(uint32_t partition, std::vector<PeerKey> peers) {
+void ReplicationSender::set_route(uint32_t partition, std::vector<PeerKey> peers) {
   std::lock_guard<std::mutex> hold(mutex_);
   if (peers.empty()) {
     routes_.erase(partition);
@@ -52,41 +52,41 @@ void Carrier::set_route(uint32_t partition, std::vector<PeerKey> peers) {
   }
 }
 
-void Carrier::set_version(int64_t version) {
+void ReplicationSender::set_version(int64_t version) {
   std::lock_guard<std::mutex> hold(mutex_);
   version_ = std::max(version_, version);
 }
 
-void Carrier::sweep(uint32_t partition, int64_t from_ticket, const std::vector<SyncTarget>& targets) {
+void ReplicationSender::sync(uint32_t partition, int64_t from_ticket, const std::vector<SyncTarget>& targets) {
   std::lock_guard<std::mutex> hold(mutex_);
-  Swept swept;
-  for (const SyncTarget& t : targets) swept.emplace_back(from_ticket, t);
-  sweeps_[partition].push_back(std::move(swept));
+  Synced synced;
+  for (const SyncTarget& t : targets) synced.emplace_back(from_ticket, t);
+  syncs_[partition].push_back(std::move(synced));
 }
 
-void Carrier::widen(uint32_t partition, int64_t from_ticket, const SyncTarget& target) {
+void ReplicationSender::widen(uint32_t partition, int64_t from_ticket, const SyncTarget& target) {
   std::lock_guard<std::mutex> hold(mutex_);
-  auto found = sweeps_.find(partition);
-  if (found == sweeps_.end()) throw std::logic_error("partition " + std::to_string(partition) + " is not being swept");
+  auto found = syncs_.find(partition);
+  if (found == syncs_.end()) throw std::logic_error("partition " + std::to_string(partition) + " is not being synced");
   found->second.back().emplace_back(from_ticket, target);
 }
 
-void Carrier::end_sweeps(uint32_t partition) {
+void ReplicationSender::end_syncs(uint32_t partition) {
   std::lock_guard<std::mutex> hold(mutex_);
-  sweeps_.erase(partition);
+  syncs_.erase(partition);
 }
 
-void Carrier::some(uint32_t partition, const SyncTarget& target) {
+void ReplicationSender::some(uint32_t partition, const SyncTarget& target) {
   std::lock_guard<std::mutex> hold(mutex_);
   some_[partition].push_back(target);
 }
 
-std::vector<PeerKey> Carrier::append(int64_t first_ticket, const std::vector<OutItem>& entries) {
+std::vector<PeerKey> ReplicationSender::append(int64_t first_ticket, const std::vector<OutItem>& entries) {
   std::lock_guard<std::mutex> hold(mutex_);
   return deal(first_ticket, entries);
 }
 
-std::vector<PeerKey> Carrier::deal(int64_t first_ticket, const std::vector<OutItem>& entries) {
+std::vector<PeerKey> ReplicationSender::deal(int64_t first_ticket, const std::vector<OutItem>& entries) {
   if (first_ticket != next_ticket_)
     throw std::logic_error("outbox entries from " + std::to_string(first_ticket) + ", " + std::to_string(next_ticket_) +
                            " was to come");
@@ -96,9 +96,9 @@ std::vector<PeerKey> Carrier::deal(int64_t first_ticket, const std::vector<OutIt
     pending_.push_back(0);
     OutItem item = e;
     item.ticket = ticket;
-    auto give = [&](const PeerKey& peer, int64_t mirror, int64_t sweep) {
+    auto give = [&](const PeerKey& peer, int64_t mirror, int64_t sync) {
       item.mirror = mirror;
-      item.sweep = sweep;
+      item.sync = sync;
       put(peer, item);
       got.insert(peer);
     };
@@ -115,43 +115,43 @@ std::vector<PeerKey> Carrier::deal(int64_t first_ticket, const std::vector<OutIt
         throw std::logic_error("single slots of partition " + std::to_string(e.partition) + " for nobody");
       const SyncTarget t = targets.front();
       targets.pop_front();
-      give(t.peer, t.mirror, t.sweep);
+      give(t.peer, t.mirror, t.sync);
       continue;
     }
-    auto sweeps = sweeps_.find(e.partition);
-    if (sweeps == sweeps_.end() || ticket < sweeps->second.front().front().first) continue;
-    for (auto& [since, t] : sweeps->second.front()) {
-      if (ticket >= since) give(t.peer, t.mirror, t.sweep);
+    auto syncs = syncs_.find(e.partition);
+    if (syncs == syncs_.end() || ticket < syncs->second.front().front().first) continue;
+    for (auto& [since, t] : syncs->second.front()) {
+      if (ticket >= since) give(t.peer, t.mirror, t.sync);
     }
     if (e.kind == blob::kMarks) {
-      sweeps->second.pop_front();
-      if (sweeps->second.empty()) sweeps_.erase(sweeps);
+      syncs->second.pop_front();
+      if (syncs->second.empty()) syncs_.erase(syncs);
     }
   }
   advance();
   return {got.begin(), got.end()};
 }
 
-void Carrier::send(const PeerKey& peer, OutItem item) {
+void ReplicationSender::send(const PeerKey& peer, OutItem item) {
   std::lock_guard<std::mutex> hold(mutex_);
   item.ticket = -1;
   put(peer, std::move(item));
 }
 
-void Carrier::put(const PeerKey& peer, OutItem item) {
+void ReplicationSender::put(const PeerKey& peer, OutItem item) {
   auto stream = streams_.find(peer);
   if (stream == streams_.end()) return;  // it is gone
   waiting_bytes_ += int64_t(item.bytes);
   levelling_ += item.ticket < 0 && item.kind == blob::kChange;
   ++owed_[item.partition];
   if (item.ticket >= 0) ++pending_[size_t(item.ticket - done_ticket_)];
-  if (item.kind != blob::kChange) sweep_bytes_ += int64_t(item.bytes);
+  if (item.kind != blob::kChange) sync_bytes_ += int64_t(item.bytes);
   stream->second.queue.push_back(std::move(item));
 }
 
 // ---------------------------------------------------------------- streams: out
 
-bool Carrier::make_batch(Stream& stream, size_t max_bytes, size_t max_items, Batch& out) {
+bool ReplicationSender::make_batch(Stream& stream, size_t max_bytes, size_t max_items, Batch& out) {
   if (stream.queue.empty()) return false;
   out.stream = stream.number;
   out.first = stream.first;
@@ -166,25 +166,25 @@ bool Carrier::make_batch(Stream& stream, size_t max_bytes, size_t max_items, Bat
   return true;
 }
 
-bool Carrier::batch(const PeerKey& peer, size_t max_bytes, size_t max_items, Batch& out) {
+bool ReplicationSender::batch(const PeerKey& peer, size_t max_bytes, size_t max_items, Batch& out) {
   std::lock_guard<std::mutex> hold(mutex_);
   auto stream = streams_.find(peer);
   return stream != streams_.end() && make_batch(stream->second, max_bytes, max_items, out);
 }
 
-bool Carrier::waits(const PeerKey& peer) {
+bool ReplicationSender::waits(const PeerKey& peer) {
   std::lock_guard<std::mutex> hold(mutex_);
   auto stream = streams_.find(peer);
   return stream != streams_.end() && !stream->second.queue.empty();
 }
 
-std::map<int64_t, int64_t> Carrier::answered(const PeerKey& peer, int64_t first, const std::string& codes) {
+std::map<int64_t, int64_t> ReplicationSender::answered(const PeerKey& peer, int64_t first, const std::string& codes) {
   std::lock_guard<std::mutex> hold(mutex_);
   return answered_locked(peer, first, reinterpret_cast<const uint8_t*>(codes.data()), codes.size());
 }
 
-std::map<int64_t, int64_t> Carrier::answered_locked(const PeerKey& peer, int64_t first, const uint8_t* codes,
-                                                    size_t n) {
+std::map<int64_t, int64_t> ReplicationSender::answered_locked(const PeerKey& peer, int64_t first, const uint8_t* codes,
+                                                              size_t n) {
   std::map<int64_t, int64_t> refused;
   auto found = streams_.find(peer);
   if (found == streams_.end()) return refused;
@@ -213,7 +213,7 @@ std::map<int64_t, int64_t> Carrier::answered_locked(const PeerKey& peer, int64_t
   return refused;
 }
 
-void Carrier::live(const std::vector<PeerKey>& peers, int64_t version) {
+void ReplicationSender::live(const std::vector<PeerKey>& peers, int64_t version) {
   std::lock_guard<std::mutex> hold(mutex_);
   for (const PeerKey& peer : peers) {
     auto [stream, fresh] = streams_.try_emplace(peer);
@@ -231,10 +231,10 @@ void Carrier::live(const std::vector<PeerKey>& peers, int64_t version) {
   advance();
 }
 
-void Carrier::settle(const OutItem& item) {
+void ReplicationSender::settle(const OutItem& item) {
   waiting_bytes_ -= int64_t(item.bytes);
   levelling_ -= item.ticket < 0 && item.kind == blob::kChange;
-  if (item.kind != blob::kChange) sweep_bytes_ -= int64_t(item.bytes);
+  if (item.kind != blob::kChange) sync_bytes_ -= int64_t(item.bytes);
   auto owed = owed_.find(item.partition);
   if (!--owed->second) owed_.erase(owed);
   if (item.ticket < 0 || --pending_[size_t(item.ticket - done_ticket_)]) return;
@@ -250,7 +250,7 @@ void Carrier::settle(const OutItem& item) {
   }
 }
 
-void Carrier::advance() {
+void ReplicationSender::advance() {
   while (!pending_.empty() && !pending_.front()) {
     pending_.pop_front();
     ++done_ticket_;
@@ -264,7 +264,7 @@ void Carrier::advance() {
   if (want_room_) roomy_.notify_all();
 }
 
-std::vector<PeerKey> Carrier::peers() {
+std::vector<PeerKey> ReplicationSender::peers() {
   std::lock_guard<std::mutex> hold(mutex_);
   std::vector<PeerKey> out;
   out.reserve(streams_.size());
@@ -272,21 +272,21 @@ std::vector<PeerKey> Carrier::peers() {
   return out;
 }
 
-bool Carrier::owes(uint32_t partition) {
+bool ReplicationSender::owes(uint32_t partition) {
   std::lock_guard<std::mutex> hold(mutex_);
   return owed_.count(partition);
 }
 
-Carrier::Counts Carrier::counts() {
+ReplicationSender::Counts ReplicationSender::counts() {
   std::lock_guard<std::mutex> hold(mutex_);
-  return {done_ticket_, refused_ticket_, next_ticket_, sweep_bytes_, waiting_bytes_, levelling_};
+  return {done_ticket_, refused_ticket_, next_ticket_, sync_bytes_, waiting_bytes_, levelling_};
 }
 
 // ---------------------------------------------------------------- links
 
-Carrier::Peer& Carrier::peer(const PeerKey& key) { return peers_[key]; }
+ReplicationSender::Peer& ReplicationSender::peer(const PeerKey& key) { return peers_[key]; }
 
-void Carrier::link(const PeerKey& key, int fd, size_t told) {
+void ReplicationSender::link(const PeerKey& key, int fd, size_t told) {
   auto made = fd < 0 ? nullptr : std::make_shared<Link>(fd);
   std::lock_guard<std::mutex> hold(mutex_);
   Peer& p = peer(key);
@@ -295,12 +295,12 @@ void Carrier::link(const PeerKey& key, int fd, size_t told) {
   p.told = told;
 }
 
-void Carrier::told(const PeerKey& key, size_t tables) {
+void ReplicationSender::told(const PeerKey& key, size_t tables) {
   std::lock_guard<std::mutex> hold(mutex_);
   peer(key).told = tables;
 }
 
-void Carrier::unlink(const PeerKey& key) {
+void ReplicationSender::unlink(const PeerKey& key) {
   std::shared_ptr<Link> gone;  // closed without the mutex
   std::lock_guard<std::mutex> hold(mutex_);
   auto found = peers_.find(key);
@@ -309,7 +309,7 @@ void Carrier::unlink(const PeerKey& key) {
   found->second.by_python = false;
 }
 
-bool Carrier::claim(const PeerKey& key) {
+bool ReplicationSender::claim(const PeerKey& key) {
   std::lock_guard<std::mutex> hold(mutex_);
   Peer& p = peer(key);
   p.asked = p.claimed;
@@ -317,12 +317,12 @@ bool Carrier::claim(const PeerKey& key) {
   return p.claimed = true;
 }
 
-void Carrier::release(const PeerKey& key) {
+void ReplicationSender::release(const PeerKey& key) {
   std::lock_guard<std::mutex> hold(mutex_);
   release_locked(key);
 }
 
-void Carrier::release_locked(const PeerKey& key) {
+void ReplicationSender::release_locked(const PeerKey& key) {
   auto found = peers_.find(key);
   if (found == peers_.end()) return;
   found->second.claimed = false;
@@ -340,7 +340,7 @@ void Carrier::release_locked(const PeerKey& key) {
   poke_locked(key);
 }
 
-void Carrier::pass_on() {
+void ReplicationSender::pass_on() {
   for (auto& [key, stream] : streams_) {
     if (stream.queue.empty()) continue;
     auto found = peers_.find(key);
@@ -348,37 +348,37 @@ void Carrier::pass_on() {
   }
 }
 
-void Carrier::poke_locked(const PeerKey& key) {
+void ReplicationSender::poke_locked(const PeerKey& key) {
   auto found = peers_.find(key);
   if (found == peers_.end() || found->second.poked) return;
   found->second.poked = true;
   found->second.work.notify_all();
 }
 
-void Carrier::poke(const PeerKey& key) {
+void ReplicationSender::poke(const PeerKey& key) {
   std::lock_guard<std::mutex> hold(mutex_);
   poke_locked(key);
 }
 
-void Carrier::poke_all() {
+void ReplicationSender::poke_all() {
   std::lock_guard<std::mutex> hold(mutex_);
   for (auto& [key, p] : peers_) poke_locked(key);
 }
 
-void Carrier::wait(const PeerKey& key, double timeout_s) {
+void ReplicationSender::wait(const PeerKey& key, double timeout_s) {
   std::unique_lock<std::mutex> hold(mutex_);
   Peer& p = peer(key);
   p.work.wait_for(hold, seconds(timeout_s), [&] { return p.poked || stopping_; });
   p.poked = false;
 }
 
-void Carrier::forget(const PeerKey& key) {
+void ReplicationSender::forget(const PeerKey& key) {
   std::lock_guard<std::mutex> hold(mutex_);
   auto found = peers_.find(key);
   if (found != peers_.end() && !found->second.claimed) peers_.erase(found);
 }
 
-void Carrier::stop() {
+void ReplicationSender::stop() {
   std::lock_guard<std::mutex> hold(mutex_);
   stopping_ = true;
   for (Waiter* w : waiters_) {
@@ -391,7 +391,7 @@ void Carrier::stop() {
 
 // ---------------------------------------------------------------- carrying
 
-std::vector<PeerKey> Carrier::drain_locked() {
+std::vector<PeerKey> ReplicationSender::drain_locked() {
   std::set<PeerKey> got;
   for (;;) {
     Outbox::Taken taken = store_.outbox().take(kTakeBytes);
@@ -413,14 +413,14 @@ std::vector<PeerKey> Carrier::drain_locked() {
   return {got.begin(), got.end()};
 }
 
-void Carrier::drain(bool tell) {
+void ReplicationSender::drain(bool tell) {
   std::lock_guard<std::mutex> hold(mutex_);
   const auto got = drain_locked();
   if (!tell) return;
   for (const PeerKey& key : got) poke_locked(key);
 }
 
-void Carrier::drain_idle(double time_s, double idle_s) {
+void ReplicationSender::drain_idle(double time_s, double idle_s) {
   const auto until = Clock::now() + seconds(time_s);
   for (;;) {
     const double left = std::chrono::duration<double>(until - Clock::now()).count();
@@ -430,44 +430,44 @@ void Carrier::drain_idle(double time_s, double idle_s) {
   }
 }
 
-std::unique_ptr<Carrier::Flight> Carrier::prepare(const PeerKey& key, Stream& stream, Peer& p) {
+std::unique_ptr<ReplicationSender::Flight> ReplicationSender::prepare(const PeerKey& key, Stream& stream, Peer& p) {
   auto flight = std::make_unique<Flight>();
   flight->peer = key;
   flight->link = p.link;
-  make_batch(stream, kFeedBytes, kFeedItems, flight->batch);
+  make_batch(stream, kAppendBytes, kAppendItems, flight->batch);
   const Batch& b = flight->batch;
-  wire::Feed feed;
-  feed.version = version_;
-  feed.slot = me_.first;
-  feed.incarnation = me_.second;
-  feed.stream = b.stream;
-  feed.first = b.first;
-  feed.n_entries = uint32_t(b.items.size());
-  feed.n_confirmed = uint32_t(b.confirmed.size());
+  wire::Append message;
+  message.version = version_;
+  message.slot = me_.first;
+  message.incarnation = me_.second;
+  message.stream = b.stream;
+  message.first = b.first;
+  message.n_entries = uint32_t(b.items.size());
+  message.n_confirmed = uint32_t(b.confirmed.size());
   auto& head = flight->head;
   const size_t header =
-      sizeof(feed) + b.items.size() * sizeof(wire::Entry) + b.confirmed.size() * sizeof(wire::Confirmed);
+      sizeof(message) + b.items.size() * sizeof(wire::Entry) + b.confirmed.size() * sizeof(wire::Confirmed);
   head.resize(sizeof(wire::Preamble) + header);
   uint8_t* at = head.data() + sizeof(wire::Preamble);
   auto add = [&](const auto& x) {
     std::memcpy(at, &x, sizeof(x));
     at += sizeof(x);
   };
-  add(feed);
+  add(message);
   uint64_t body = 0;
   for (const OutItem& i : b.items) {
-    add(wire::Entry{i.partition, uint32_t(i.kind), i.seq, i.bytes, i.mirror, i.sweep});
+    add(wire::Entry{i.partition, uint32_t(i.kind), i.seq, i.bytes, i.mirror, i.sync});
     body += i.bytes;
   }
   for (auto& [partition, seq] : b.confirmed) add(wire::Confirmed{partition, seq});
-  const wire::Preamble start = wire::preamble(wire::kFeed, head.data() + sizeof(wire::Preamble), header, body);
+  const wire::Preamble start = wire::preamble(wire::kAppend, head.data() + sizeof(wire::Preamble), header, body);
   std::memcpy(head.data(), &start, sizeof(start));
   return flight;
 }
 
 // Sends all, then takes the answers as they come. Lands those that went well; the others are events, still claimed.
-void Carrier::fly(std::vector<std::unique_ptr<Flight>>& flights, double timeout_s, std::vector<Event>& events,
-                  bool release) {
+void ReplicationSender::fly(std::vector<std::unique_ptr<Flight>>& flights, double timeout_s, std::vector<Event>& events,
+                            bool release) {
   const auto until = Clock::now() + seconds(std::max(timeout_s, kLeastAnswer_s));
   auto go_on = [&] {
     if (Clock::now() > until) throw Broken("no answer in time");
@@ -482,7 +482,7 @@ void Carrier::fly(std::vector<std::unique_ptr<Flight>>& flights, double timeout_
       return;
     }
     const auto& codes = f.answer.header;
-    if (f.answer.kind != wire::kFed) {
+    if (f.answer.kind != wire::kAppended) {
       events.push_back(Event{f.peer, kAnswer, f.batch.first, std::string(codes.begin(), codes.end())});
     } else if (!land(f)) {
       events.push_back(Event{f.peer, kCodes, f.batch.first, std::string(codes.begin(), codes.end())});
@@ -531,8 +531,8 @@ void Carrier::fly(std::vector<std::unique_ptr<Flight>>& flights, double timeout_
       if (ready > 0 && polls[i].revents) {
         attempt(f, [&] {
           if (!f.link->reader.next(f.answer, go_on)) throw Broken("the peer closed the connection");
-          if (f.answer.kind != wire::kFed && f.answer.kind != wire::kAnswer) throw Broken("not an answer");
-          if (f.answer.kind == wire::kFed && f.answer.header.size() != f.batch.items.size())
+          if (f.answer.kind != wire::kAppended && f.answer.kind != wire::kAnswer) throw Broken("not an answer");
+          if (f.answer.kind == wire::kAppended && f.answer.header.size() != f.batch.items.size())
             throw Broken("not as many codes as entries");
         });
       } else if (ready <= 0) {
@@ -547,7 +547,7 @@ void Carrier::fly(std::vector<std::unique_ptr<Flight>>& flights, double timeout_
 }
 
 // False: Python has to hear of it.
-bool Carrier::land(Flight& f) {
+bool ReplicationSender::land(Flight& f) {
   const auto& codes = f.answer.header;
   for (uint8_t code : codes) {
     if (code == kRefused || code == kGap || code > kRefused) return false;
@@ -558,7 +558,8 @@ bool Carrier::land(Flight& f) {
   return true;
 }
 
-Carrier::Outcome Carrier::carry(int64_t before, int64_t after, double timeout_s, std::vector<Event>& events) {
+ReplicationSender::Outcome ReplicationSender::carry(int64_t before, int64_t after, double timeout_s,
+                                                    std::vector<Event>& events) {
   const auto until = Clock::now() + seconds(timeout_s);
   Waiter me;
   me.after = after;
@@ -617,7 +618,7 @@ Carrier::Outcome Carrier::carry(int64_t before, int64_t after, double timeout_s,
   return outcome;
 }
 
-void Carrier::flight(const PeerKey& key, double timeout_s, std::vector<Event>& events) {
+void ReplicationSender::flight(const PeerKey& key, double timeout_s, std::vector<Event>& events) {
   std::vector<std::unique_ptr<Flight>> flights;
   {
     std::lock_guard<std::mutex> hold(mutex_);
@@ -634,7 +635,7 @@ void Carrier::flight(const PeerKey& key, double timeout_s, std::vector<Event>& e
   fly(flights, timeout_s, events, false);
 }
 
-bool Carrier::room(size_t limit, double timeout_s) {
+bool ReplicationSender::room(size_t limit, double timeout_s) {
   std::unique_lock<std::mutex> hold(mutex_);
   ++want_room_;
   const bool there = roomy_.wait_for(hold, seconds(timeout_s), [&] { return stopping_ || waiting() <= limit; });

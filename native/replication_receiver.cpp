@@ -1,4 +1,4 @@
-#include "inbox.h"
+#include "replication_receiver.h"
 
 #include <cstring>
 
@@ -7,23 +7,23 @@
 
 namespace everstep {
 
-std::pair<int64_t, int64_t> Inbox::received(const PeerKey& sender) {
+std::pair<int64_t, int64_t> ReplicationReceiver::received(const PeerKey& sender) {
   std::lock_guard<std::mutex> hold(mutex_);
   auto found = received_.find(sender);
   return found == received_.end() ? std::pair<int64_t, int64_t>(-1, 0) : found->second;
 }
 
-void Inbox::set_received(const PeerKey& sender, std::pair<int64_t, int64_t> next) {
+void ReplicationReceiver::set_received(const PeerKey& sender, std::pair<int64_t, int64_t> next) {
   std::lock_guard<std::mutex> hold(mutex_);
   received_[sender] = next;
 }
 
-void Inbox::forget(const PeerKey& sender) {
+void ReplicationReceiver::forget(const PeerKey& sender) {
   std::lock_guard<std::mutex> hold(mutex_);
   received_.erase(sender);
 }
 
-std::vector<PeerKey> Inbox::senders() {
+std::vector<PeerKey> ReplicationReceiver::senders() {
   std::lock_guard<std::mutex> hold(mutex_);
   std::vector<PeerKey> out;
   out.reserve(received_.size());
@@ -31,58 +31,58 @@ std::vector<PeerKey> Inbox::senders() {
   return out;
 }
 
-std::mutex& Inbox::one_at_a_time(const PeerKey& sender) {
+std::mutex& ReplicationReceiver::one_at_a_time(const PeerKey& sender) {
   std::lock_guard<std::mutex> hold(mutex_);
   auto& found = senders_[sender];
   if (!found) found = std::make_unique<std::mutex>();
   return *found;
 }
 
-void Inbox::keep_tail(uint32_t partition, int64_t seq, const uint8_t* data, size_t size) {
+void ReplicationReceiver::retain(uint32_t partition, int64_t seq, const uint8_t* data, size_t size) {
   auto blob = std::make_shared<const std::vector<uint8_t>>(data, data + size);
   std::lock_guard<std::mutex> hold(mutex_);
-  auto& tail = tails_[partition];
-  if (tail.empty() || tail.back().first < seq) tail.emplace_back(seq, std::move(blob));
+  auto& log = retained_[partition];
+  if (log.empty() || log.back().first < seq) log.emplace_back(seq, std::move(blob));
 }
 
-void Inbox::confirm_tail(uint32_t partition, int64_t seq) {
+void ReplicationReceiver::confirm_retained(uint32_t partition, int64_t seq) {
   std::lock_guard<std::mutex> hold(mutex_);
-  auto found = tails_.find(partition);
-  if (found == tails_.end()) return;
-  auto& tail = found->second;
-  while (!tail.empty() && tail.front().first <= seq) tail.pop_front();
+  auto found = retained_.find(partition);
+  if (found == retained_.end()) return;
+  auto& log = found->second;
+  while (!log.empty() && log.front().first <= seq) log.pop_front();
 }
 
-std::vector<std::pair<int64_t, std::shared_ptr<const std::vector<uint8_t>>>> Inbox::tail(uint32_t partition,
-                                                                                         int64_t seq) {
+std::vector<std::pair<int64_t, std::shared_ptr<const std::vector<uint8_t>>>> ReplicationReceiver::retained_after(
+    uint32_t partition, int64_t seq) {
   std::lock_guard<std::mutex> hold(mutex_);
   std::vector<std::pair<int64_t, std::shared_ptr<const std::vector<uint8_t>>>> out;
-  auto found = tails_.find(partition);
-  if (found == tails_.end()) return out;
+  auto found = retained_.find(partition);
+  if (found == retained_.end()) return out;
   for (auto& kept : found->second)
     if (kept.first > seq) out.push_back(kept);
   return out;
 }
 
-void Inbox::drop_tail(uint32_t partition) {
+void ReplicationReceiver::drop_retained(uint32_t partition) {
   std::lock_guard<std::mutex> hold(mutex_);
-  tails_.erase(partition);
+  retained_.erase(partition);
 }
 
-void Inbox::drop_tails() {
+void ReplicationReceiver::drop_all_retained() {
   std::lock_guard<std::mutex> hold(mutex_);
-  tails_.clear();
+  retained_.clear();
 }
 
-bool Inbox::follow(const wire::Frame& frame, std::vector<uint8_t>& codes) {
-  wire::Feed feed;
-  if (frame.header.size() < sizeof(feed)) return false;
-  std::memcpy(&feed, frame.header.data(), sizeof(feed));
-  const uint64_t n = feed.n_entries, n_confirmed = feed.n_confirmed;
-  const uint64_t confirmed_at = sizeof(feed) + n * sizeof(wire::Entry);
+bool ReplicationReceiver::follow(const wire::Frame& frame, std::vector<uint8_t>& codes) {
+  wire::Append message;
+  if (frame.header.size() < sizeof(message)) return false;
+  std::memcpy(&message, frame.header.data(), sizeof(message));
+  const uint64_t n = message.n_entries, n_confirmed = message.n_confirmed;
+  const uint64_t confirmed_at = sizeof(message) + n * sizeof(wire::Entry);
   if (frame.header.size() != confirmed_at + n_confirmed * sizeof(wire::Confirmed)) return false;
   std::vector<wire::Entry> entries(n);
-  if (n) std::memcpy(entries.data(), frame.header.data() + sizeof(feed), n * sizeof(wire::Entry));
+  if (n) std::memcpy(entries.data(), frame.header.data() + sizeof(message), n * sizeof(wire::Entry));
   std::vector<wire::Confirmed> confirmed(n_confirmed);
   if (n_confirmed)
     std::memcpy(confirmed.data(), frame.header.data() + confirmed_at, n_confirmed * sizeof(wire::Confirmed));
@@ -92,10 +92,10 @@ bool Inbox::follow(const wire::Frame& frame, std::vector<uint8_t>& codes) {
     size += e.bytes;
   }
   if (size != frame.body_bytes) return false;
-  const PeerKey sender{feed.slot, feed.incarnation};
+  const PeerKey sender{message.slot, message.incarnation};
   Gate::Shared inside(gate_);
   std::lock_guard<std::mutex> alone(one_at_a_time(sender));
-  if (feed.version > version_ || received(sender) != std::make_pair(feed.stream, feed.first)) return false;
+  if (message.version > version_ || received(sender) != std::make_pair(message.stream, message.first)) return false;
   for (const wire::Entry& e : entries) {
     auto found = sources_.find(e.partition);
     if (found == sources_.end() || found->second.sender != sender) return false;
@@ -118,7 +118,7 @@ bool Inbox::follow(const wire::Frame& frame, std::vector<uint8_t>& codes) {
         if (done == kGap) return false;  // what was applied is a repeat for the machine
         if (codes[i] != uint8_t(kApplied)) {
           codes[i] = uint8_t(done);
-          if (done == kApplied && source.several) keep_tail(e.partition, e.seq, at, e.bytes);
+          if (done == kApplied && source.several) retain(e.partition, e.seq, at, e.bytes);
         }
       }
       at += e.bytes;
@@ -128,9 +128,9 @@ bool Inbox::follow(const wire::Frame& frame, std::vector<uint8_t>& codes) {
   }
   for (const wire::Confirmed& c : confirmed) {
     auto found = c.partition < 0 ? sources_.end() : sources_.find(uint32_t(c.partition));
-    if (found != sources_.end() && found->second.sender == sender) confirm_tail(uint32_t(c.partition), c.seq);
+    if (found != sources_.end() && found->second.sender == sender) confirm_retained(uint32_t(c.partition), c.seq);
   }
-  set_received(sender, {feed.stream, feed.first + int64_t(n)});
+  set_received(sender, {message.stream, message.first + int64_t(n)});
   return true;
 }
 

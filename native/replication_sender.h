@@ -17,7 +17,7 @@
 #include <utility>
 #include <vector>
 
-#include "inbox.h"
+#include "replication_receiver.h"
 #include "outbox.h"
 #include "store.h"
 #include "wire.h"
@@ -29,7 +29,7 @@ struct OutItem {
   uint32_t partition = 0;
   int64_t seq = 0;
   int kind = 0;
-  int64_t mirror = 0, sweep = 0;
+  int64_t mirror = 0, sync = 0;
   std::shared_ptr<const void> hold;  // what `data` lies in
   const uint8_t* data = nullptr;
   size_t bytes = 0;
@@ -37,10 +37,10 @@ struct OutItem {
 
 struct SyncTarget {
   PeerKey peer;
-  int64_t mirror = 0, sweep = 0;
+  int64_t mirror = 0, sync = 0;
 };
 
-class Carrier {
+class ReplicationSender {
  public:
   enum Code : uint8_t { kApplied, kRepeat, kGap, kNoMirror, kRefused };
   enum Outcome { kLate, kConfirmed, kDenied, kEvents };
@@ -59,14 +59,14 @@ class Carrier {
     std::vector<std::pair<int64_t, int64_t>> confirmed;
   };
 
-  Carrier(Store& store, PeerKey me) : store_(store), me_(me) {}
+  ReplicationSender(Store& store, PeerKey me) : store_(store), me_(me) {}
 
   // ------------------------------------------------ streams
   void set_route(uint32_t partition, std::vector<PeerKey> peers);
   void set_version(int64_t version);
-  void sweep(uint32_t partition, int64_t from_ticket, const std::vector<SyncTarget>& targets);
+  void sync(uint32_t partition, int64_t from_ticket, const std::vector<SyncTarget>& targets);
   void widen(uint32_t partition, int64_t from_ticket, const SyncTarget& target);
-  void end_sweeps(uint32_t partition);
+  void end_syncs(uint32_t partition);
   void some(uint32_t partition, const SyncTarget& target);
   // Entries that must come in order; the peers that got something. Throws std::logic_error.
   std::vector<PeerKey> append(int64_t first_ticket, const std::vector<OutItem>& entries);
@@ -78,7 +78,7 @@ class Carrier {
   std::vector<PeerKey> peers();
   bool owes(uint32_t partition);
   struct Counts {
-    int64_t done_ticket, refused_ticket, next_ticket, sweep_bytes, waiting_bytes, levelling;
+    int64_t done_ticket, refused_ticket, next_ticket, sync_bytes, waiting_bytes, levelling;
   };
   Counts counts();
 
@@ -135,7 +135,7 @@ class Carrier {
     int64_t after = 0;
   };
   struct Flight;
-  using Swept = std::vector<std::pair<int64_t, SyncTarget>>;  // since which ticket, who
+  using Synced = std::vector<std::pair<int64_t, SyncTarget>>;  // since which ticket, who
 
   void put(const PeerKey& peer, OutItem item);
   void settle(const OutItem& item);
@@ -159,12 +159,12 @@ class Carrier {
   int64_t version_ = 0;
   std::unordered_map<uint32_t, std::vector<PeerKey>> routes_;
   int64_t done_ticket_ = 0, refused_ticket_ = -1, next_ticket_ = 0;
-  int64_t sweep_bytes_ = 0, waiting_bytes_ = 0, levelling_ = 0;
+  int64_t sync_bytes_ = 0, waiting_bytes_ = 0, levelling_ = 0;
   std::map<PeerKey, Stream> streams_;
   std::deque<int> pending_;  // answers that the tickets from done_ticket_ on lack
   std::unordered_map<uint32_t, int64_t> owed_;
   std::map<int64_t, std::pair<uint32_t, int64_t>> several_;
-  std::unordered_map<uint32_t, std::deque<Swept>> sweeps_;
+  std::unordered_map<uint32_t, std::deque<Synced>> syncs_;
   std::unordered_map<uint32_t, std::deque<SyncTarget>> some_;
   std::map<PeerKey, Peer> peers_;
   std::list<Waiter*> waiters_;

@@ -15,10 +15,9 @@ from everstep.ids import Incarnation, PartitionId, Slot
 from everstep.model.table import OptimizerKind, OptimizerSpec, TableSpec
 from everstep.native import BlobKind as BlobKind
 from everstep.native import Store, _native
-from everstep.net.feed import decode_feed, encode_feed
+from everstep.net.append_frames import decode_append, encode_append
 from everstep.net.frames import DATA_LIMITS, FrameKind, FrameSocket, _head
-from everstep.net.messages import Feed, StreamEntry
-from everstep.protect.carrier import CarryOutcome, ReplicationSender
+from everstep.net.messages import Append, StreamEntry
 from everstep.protect.replication import (
     AppendCode,
     Batch,
@@ -29,8 +28,9 @@ from everstep.protect.replication import (
     SyncTarget,
 )
 from everstep.protect.replication import StreamKind as Of
+from everstep.protect.replication_sender import CarryOutcome, ReplicationSender
 from everstep.protect.retained_log import PythonRetainedLog
-from everstep.ps.mirror_server import _InboxLog
+from everstep.ps.mirror_server import _ReceiverLog
 
 PEERS: list[PeerKey] = [(Slot(n), Incarnation(life)) for n, life in ((1, 1), (2, 4), (3, 2))]
 PARTITIONS = [PartitionId(b) for b in range(4)]
@@ -125,12 +125,12 @@ def test_the_carrier_is_its_oracle(seed: int) -> None:
 
 def test_a_feed_reads_as_it_was_written_and_nothing_else_does() -> None:
     entries = (StreamEntry(PartitionId(3), 17, 1, 40, 0), StreamEntry(PartitionId(1), 2, 3, 7, 5))
-    feed = Feed(9, Slot(2), Incarnation(3), (), entries, (0, 4), ((PartitionId(3), 16),), 12, 8)
-    header = encode_feed(feed)
-    assert decode_feed(header) == feed
+    message = Append(9, Slot(2), Incarnation(3), (), entries, (0, 4), ((PartitionId(3), 16),), 12, 8)
+    header = encode_append(message)
+    assert decode_append(header) == message
     for bad in (header[:-1], header + b"x", header[:20], b""):
-        with pytest.raises(WireError, match="malformed feed"):
-            decode_feed(bad)
+        with pytest.raises(WireError, match="malformed append"):
+            decode_append(bad)
 
 
 class Mirrored:
@@ -149,11 +149,11 @@ class Mirrored:
         for blob, _ in self.emitted():
             assert self.home.mirror_apply(1, blob) == 0
         self.owner.open(0, 0, 1)
-        self.inbox = _native.Inbox(self.home)
-        self.inbox.enter_alone()
-        self.inbox.publish(5, [(0, OWNER, [1], False)])
-        self.inbox.leave_alone()
-        self.inbox.set_received(OWNER, (5, 0))
+        self.receiver = _native.ReplicationReceiver(self.home)
+        self.receiver.enter_alone()
+        self.receiver.publish(5, [(0, OWNER, [1], False)])
+        self.receiver.leave_alone()
+        self.receiver.set_received(OWNER, (5, 0))
         self.pair = socket.socketpair()
 
     def emitted(self) -> list[tuple[bytes, int]]:
@@ -167,9 +167,9 @@ class Mirrored:
     def frame(self, first: int = 0, version: int = 5, confirmed: tuple[tuple[PartitionId, int], ...] = ()) -> bytes:
         blobs = self.emitted()
         entries = tuple(StreamEntry(PartitionId(0), seq, 1, len(blob)) for blob, seq in blobs)
-        header = encode_feed(Feed(version, *OWNER, (), entries, (0,) * len(blobs), confirmed, first, 5))
+        header = encode_append(Append(version, *OWNER, (), entries, (0,) * len(blobs), confirmed, first, 5))
         body = b"".join(blob for blob, _ in blobs)
-        return _head(FrameKind.FEED, header, (), len(body), 0) + body
+        return _head(FrameKind.APPEND, header, (), len(body), 0) + body
 
     @property
     def state(self) -> object:
@@ -191,16 +191,16 @@ def test_what_comes_next_is_taken_and_answered_without_python(mirrored: Mirrored
     frame = m.frame()  # the shard's opening and two pushes
     m.pair[0].sendall(frame)
     m.pair[0].shutdown(socket.SHUT_WR)
-    assert _native.Follower(m.inbox, m.pair[1].fileno(), b"").next() is None
+    assert _native.ReceiverConnection(m.receiver, m.pair[1].fileno(), b"").next() is None
     answer = FrameSocket(m.pair[0], DATA_LIMITS).recv()
-    assert (answer.kind, answer.header) == (FrameKind.FED, bytes(3))
-    assert m.inbox.received(OWNER) == (5, 3)
+    assert (answer.kind, answer.header) == (FrameKind.APPENDED, bytes(3))
+    assert m.receiver.received(OWNER) == (5, 3)
     assert m.home.mirror_state(1) == [(0, m.owner.seq(0), True)]
 
 
 def test_what_other_mirrors_may_lack_is_kept_until_they_have_it(mirrored: Mirrored) -> None:
     m = mirrored
-    m.inbox.publish(5, [(0, OWNER, [1], True)])
+    m.receiver.publish(5, [(0, OWNER, [1], True)])
     m.push(0)
     m.push(1)
     frame, last = m.frame(), m.owner.seq(0)
@@ -210,11 +210,11 @@ def test_what_other_mirrors_may_lack_is_kept_until_they_have_it(mirrored: Mirror
     said = ((PartitionId(0), last - 1), (PartitionId(7), 9), (PartitionId(-1), 9))
     m.pair[0].sendall(m.frame(first=3, confirmed=said))
     m.pair[0].shutdown(socket.SHUT_WR)
-    assert _native.Follower(m.inbox, m.pair[1].fileno(), b"").next() is None
+    assert _native.ReceiverConnection(m.receiver, m.pair[1].fileno(), b"").next() is None
     assert m.home.mirror_state(1) == [(0, last + 1, True)]
-    kept = m.inbox.tail(0, -1)
+    kept = m.receiver.retained_after(0, -1)
     assert [seq for seq, _ in kept] == [last, last + 1]
-    assert [seq for seq, _ in m.inbox.tail(0, last)] == [last + 1]
+    assert [seq for seq, _ in m.receiver.retained_after(0, last)] == [last + 1]
     other = Mirrored().home  # the blobs are what came: another mirror, three behind, gets there with the last of them
     assert frame.endswith(kept[0][1]) and other.mirror_apply(1, kept[0][1]) == AppendCode.GAP
 
@@ -222,7 +222,7 @@ def test_what_other_mirrors_may_lack_is_kept_until_they_have_it(mirrored: Mirror
 @pytest.mark.parametrize("seed", range(5))
 def test_the_inbox_keeps_tails_like_their_oracle(seed: int) -> None:
     rng = random.Random(seed)
-    one, two, seq = PythonRetainedLog(), _InboxLog(_native.Inbox(Store(4, 1))), 0
+    one, two, seq = PythonRetainedLog(), _ReceiverLog(_native.ReplicationReceiver(Store(4, 1))), 0
     for _ in range(300):
         partition = rng.choice(PARTITIONS)
         seq += rng.randrange(3)
@@ -239,12 +239,12 @@ def test_what_is_not_the_next_of_the_source_is_handed_on(mirrored: Mirrored, how
     m = mirrored
     m.push(0)
     if how == "sender":
-        m.inbox.publish(5, [(0, PEERS[0], [1], False)])
+        m.receiver.publish(5, [(0, PEERS[0], [1], False)])
     before = m.state
     m.pair[0].sendall(m.frame(first=int(how == "number"), version=5 + (how == "version")))
-    found = _native.Follower(m.inbox, m.pair[1].fileno(), b"").next()
-    assert found is not None and found[0] == FrameKind.FEED and decode_feed(found[2]).sender == OWNER[0]
-    assert m.state == before and m.inbox.received(OWNER) == (5, 0)
+    found = _native.ReceiverConnection(m.receiver, m.pair[1].fileno(), b"").next()
+    assert found is not None and found[0] == FrameKind.APPEND and decode_append(found[2]).sender == OWNER[0]
+    assert m.state == before and m.receiver.received(OWNER) == (5, 0)
 
 
 def test_no_flipped_bit_of_a_feed_gets_into_a_mirror(mirrored: Mirrored) -> None:
@@ -260,18 +260,18 @@ def test_no_flipped_bit_of_a_feed_gets_into_a_mirror(mirrored: Mirrored) -> None
             here.sendall(bad)
             here.shutdown(socket.SHUT_WR)
             try:
-                found = _native.Follower(m.inbox, there.fileno(), b"").next()
+                found = _native.ReceiverConnection(m.receiver, there.fileno(), b"").next()
             except _native.Broken:
                 found = None
             if found is not None:  # for the machine, which finds what is wrong
-                feed, body = decode_feed(found[2]), found[3]
-                sizes = np.array([e.size_bytes for e in feed.entries], np.int64)
+                message, body = decode_append(found[2]), found[3]
+                sizes = np.array([e.size_bytes for e in message.entries], np.int64)
                 with pytest.raises(ValueError, match="damaged"):
                     m.home.mirror_apply_many(np.ones(len(sizes), np.int64), np.cumsum(sizes) - sizes, sizes, body)
         assert m.state == before, bit
     m.pair[0].sendall(good)
     m.pair[0].shutdown(socket.SHUT_WR)
-    assert _native.Follower(m.inbox, m.pair[1].fileno(), b"").next() is None
+    assert _native.ReceiverConnection(m.receiver, m.pair[1].fileno(), b"").next() is None
     assert m.state != before
 
 
