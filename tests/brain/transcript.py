@@ -101,7 +101,7 @@ from everstep.model.plan import Plan as PolicyPlan
 from everstep.model.reasons import Arrival, CheckpointReason, LeaveReason
 from everstep.model.shard import Lease, ShardSchedule, lease_no, shard_key, split_key
 from everstep.model.snapshot import Holdings, Manifest, PartitionSnapshot
-from everstep.policies.hot import HotMove
+from everstep.policies.hot import AlonePartition, HotMove
 
 
 def parse_member(text: str) -> tuple[Role, Slot, Incarnation]:
@@ -247,6 +247,12 @@ class Story:
                 found = [text.replace(">", ":").split(":") for text in plain]
                 moves = tuple(HotMove(PartitionId(int(b)), Slot(int(s)), Slot(int(t))) for b, s, t in found)
                 return Event(at, HotPartitions(moves, ((Slot(0), 900), (Slot(1), 100))))
+            case "giant":
+                partition, slot, table, key = plain
+                one = AlonePartition(
+                    PartitionId(int(partition)), Slot(int(slot)), 900.0, 1.8, ((table, int(key), 0.99),)
+                )
+                return Event(at, HotPartitions((), (), (one,)))
             case "policy":
                 action = _action(plain[0], plain[1:])
                 return Event(at, PlanMade("mine", PolicyPlan(actions=(action,), decision=Decision("plan", "why not"))))

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import random
 from operator import attrgetter
 
+import msgspec
 import pytest
 
 from everstep.ids import Incarnation, NodeId, PartitionId, Slot
 from everstep.model import plan
 from everstep.model.observation import ServerSeen
-from everstep.policies.hot import BUDGET, BUSY, COOLDOWN_S, LOOKS, HotMove, Patience, PsLoad, choose_moves, overloaded
+from everstep.policies.hot import (
+    BUDGET,
+    BUSY,
+    COOLDOWN_S,
+    LOOKS,
+    HotMove,
+    MoveCosts,
+    Patience,
+    PsLoad,
+    beyond_a_ps,
+    choose_moves,
+    overloaded,
+)
 
 
 def loads(*ps: dict[int, float], busy: float = 1.0) -> dict[Slot, PsLoad]:
@@ -33,7 +47,8 @@ def test_an_even_load_moves_nothing() -> None:
 def test_two_hot_partitions_of_one_ps_part() -> None:
     hot = loads({0: 900.0, 1: 800.0, 2: 10.0}, {3: 100.0}, {4: 50.0})
     moves = choose_moves(hot, anywhere)
-    assert moves[0] == HotMove(PartitionId(0), Slot(0), Slot(2))
+    assert len({0, 1} & {m.partition for m in moves}) == 1
+    assert moves[0] == HotMove(moves[0].partition, Slot(0), Slot(2))  # (the one with the least to do)
     assert len(moves) <= BUDGET
 
 
@@ -69,6 +84,53 @@ def test_random_loads_get_better_by_every_plan() -> None:
             touched = {moves[0].source, *(m.target for m in moves)}
             assert max(sum(after[slot].values()) for slot in touched) < 0.95 * top
             assert len({m.partition for m in moves}) == len(moves) <= BUDGET
+
+
+def packed(hot: float, cold: int, each: float, n_bytes: int = 0, room: float = math.inf) -> dict[Slot, PsLoad]:
+    """One ps with a partition that has most of its load, and cold ones; one ps with little to do."""
+    beside = tuple(PartitionId(b) for b in range(1, cold + 1))
+    busy = PsLoad(hot + cold * each, 1.0, {PartitionId(0): hot}, beside, {PartitionId(0): n_bytes}, n_bytes)
+    return {Slot(0): busy, Slot(1): PsLoad(100.0, 0.2, {PartitionId(99): 100.0}, room_bytes=room)}
+
+
+def test_cold_partitions_are_packed_elsewhere_where_the_hot_one_cannot_move() -> None:
+    moves = choose_moves(packed(hot=1000.0, cold=20, each=10.0), anywhere)
+    assert moves and all(m.target == 1 and m.partition != 0 for m in moves)
+    assert len(moves) == 20  # all of them: the hot one has its ps for itself
+
+
+def test_a_partition_moves_only_if_it_saves_more_time_than_it_takes() -> None:
+    """It has a third of the load of its ps; its contents take ten seconds of a ps' time."""
+    hot = loads({0: 400.0, 1: 400.0, 2: 400.0}, {3: 10.0})
+    hot[Slot(0)] = msgspec.structs.replace(hot[Slot(0)], held_bytes={PartitionId(b): 800_000_000 for b in range(3)})
+    costs = MoveCosts(bytes_per_s=80e6)
+    assert choose_moves(hot, anywhere, costs=costs, lasts_s=20.0) == []
+    assert choose_moves(hot, anywhere, costs=costs, lasts_s=120.0)
+    twice = MoveCosts(bytes_per_s=80e6, copies=5.0)  # its mirrors get it, too
+    assert choose_moves(hot, anywhere, costs=twice, lasts_s=120.0) == []
+
+
+def test_what_moves_fits_into_the_memory_of_the_ps_that_gets_it() -> None:
+    found = choose_moves(packed(hot=1000.0, cold=20, each=10.0, n_bytes=1000, room=12_500.0), anywhere)
+    assert len(found) == 12
+
+
+def test_a_partition_with_more_to_do_than_a_ps_should_have_is_named() -> None:
+    assert beyond_a_ps(packed(hot=1000.0, cold=20, each=10.0)) == [
+        (PartitionId(0), Slot(0), 1000.0, pytest.approx(1000 / 650))
+    ]
+    assert beyond_a_ps(loads({0: 1000.0})) == []  # one ps has everything anyway
+    assert beyond_a_ps(loads({0: 1000.0}, {1: 10.0}, busy=BUSY / 2)) == []  # it has time
+
+
+def test_patience_knows_how_long_a_load_has_lasted() -> None:
+    patience = Patience()
+    assert patience.lasted_s(3.0) == 0.0
+    for at in (0.0, 5.0, 10.0):
+        patience.due(Slot(1), at)
+    assert patience.lasted_s(12.0) == 12.0
+    patience.due(Slot(2), 15.0)
+    assert patience.lasted_s(17.0) == 2.0
 
 
 def test_patience_needs_several_looks_that_agree_and_rests_after_moves() -> None:

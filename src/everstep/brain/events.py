@@ -29,7 +29,7 @@ from everstep.model.snapshot import Holdings, Manifest, PartitionSnapshot, Repli
 from everstep.model.spent import Spent
 from everstep.model.spot_choice import SpotChoice
 from everstep.model.table import TableSpec
-from everstep.policies.hot import HotMove
+from everstep.policies.hot import AlonePartition, HotMove
 
 # ---------------------------------------------------------------- events
 
@@ -379,10 +379,13 @@ class NodesDue(Fact, frozen=True, tag="nodes_due"):
 
 
 class HotPartitions(Fact, frozen=True, tag="hot_buckets"):
-    """Names partitions that should move from a ps that has too much to do. ``loads``: rows a second, by ps."""
+    """Names partitions that should move from a ps that has too much to do. ``loads``: rows a second, by ps. ``alone``:
+    partitions that are more than a ps should have, wherever they are. ``sent_bytes``: that the moves take."""
 
     moves: tuple[HotMove, ...]
     loads: tuple[tuple[Slot, int], ...] = ()
+    alone: tuple[AlonePartition, ...] = ()
+    sent_bytes: int = 0
 
 
 class PlanMade(Fact, frozen=True, tag="plan_made"):

@@ -12,8 +12,10 @@ from everstep.agent.rundir import in_use
 from everstep.cli.link import ask_view
 from everstep.cli.rundirs import open_run_dir
 from everstep.cli.top import span
+from everstep.cli.view_text import keys_text
 from everstep.errors import ConfigError
 from everstep.model.graph_readings import GraphView, ModuleView, TableView
+from everstep.model.partition_load import PartitionView
 from everstep.monitor.graph_file import GRAPH_FILE, GraphRecord
 from everstep.storage.atomic import write_atomic
 from everstep.units import human_bytes
@@ -47,7 +49,8 @@ def read_graph(run_dir: Path) -> GraphRecord | None:
         view = ask_view(run_dir, speed=True, graph=True)
         if view.graph is not None:
             binding = view.speed.binding if view.speed is not None else None
-            return GraphRecord(at=view.at, graph=view.graph, binding=binding)
+            hottest = view.placement.hottest if view.placement is not None else ()
+            return GraphRecord(at=view.at, graph=view.graph, binding=binding, hottest=hottest)
     path = run_dir / GRAPH_FILE
     try:
         return _decoder.decode(path.read_bytes())
@@ -59,6 +62,8 @@ def read_graph(run_dir: Path) -> GraphRecord | None:
 
 MODULE_HEAD = ("module", "class", "calls", "forward", "own", "backward", "parameters", "memory", "outputs")
 TABLE_HEAD = ("table", "rows", "memory", "rows/s", "hits", "admitted", "ids", "unique", "update/row", "hottest keys")
+
+PARTITION_HEAD = ("partition", "ps", "of its load", "requests/s", "rows/s", "bytes", "time", "holds", "hottest keys")
 
 
 def lines(record: GraphRecord) -> list[str]:
@@ -74,6 +79,8 @@ def lines(record: GraphRecord) -> list[str]:
         out += ["", *_table([MODULE_HEAD, *(module_row(m) for m in graph.modules)])]
     if graph.tables:
         out += ["", *_table([TABLE_HEAD, *(table_row(t) for t in graph.tables)])]
+    if record.hottest:
+        out += ["", *_table([PARTITION_HEAD, *(partition_row(p) for p in record.hottest)])]
     return out
 
 
@@ -118,6 +125,21 @@ def table_row(t: TableView) -> tuple[str, ...]:
         _percent(t.unique_share),
         f"{t.update_norm / t.row_norm:.2g}" if t.row_norm else "-",
         hottest,
+    )
+
+
+def partition_row(p: PartitionView) -> tuple[str, ...]:
+    """Return the cells of one of the hottest partitions, by ``PARTITION_HEAD``."""
+    return (
+        f"{p.partition}" + (" (more than a ps should have)" if p.alone else ""),
+        f"ps:{p.ps}",
+        f"{100 * p.ps_share:.0f} %",
+        f"{p.requests_per_s:,.0f}",
+        f"{p.rows_per_s:,.0f}",
+        f"{human_bytes(int(p.bytes_per_s))}/s",
+        f"{100 * p.service_share:.1f} %",
+        human_bytes(p.held_bytes),
+        keys_text(p),
     )
 
 

@@ -22,10 +22,14 @@ from everstep.model.job_view import (
 )
 from everstep.model.member import Role
 from everstep.model.memory_limit import OUT_OF_MEMORY
+from everstep.model.partition_load import PartitionView
 from everstep.units import human_bytes
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+HOT_SHARE = 0.3
+"""Of the load of its ps, from which on a partition is named."""
 
 _STATE_COLOURS = {
     ShownState.ALIVE: "green",
@@ -150,8 +154,22 @@ def node_text(node: NodeView) -> str:
 
 
 def placement_text(found: PlacementView) -> str:
-    """Return ``placement 7: 64 partitions on 3 ps``."""
-    return f"placement {found.version}: {found.partitions} partitions on {found.ps} ps"
+    """Return ``placement 7: 64 partitions on 3 ps; partition 5 at ps:0 has 40 % of its load``."""
+    text = f"placement {found.version}: {found.partitions} partitions on {found.ps} ps"
+    hot = [one for one in found.hottest if one.alone or one.ps_share >= HOT_SHARE]
+    return "; ".join((text, *(partition_text(one) for one in hot[:1])))
+
+
+def partition_text(one: PartitionView) -> str:
+    """Return ``partition 5 at ps:0 has 40 % of its load, more than one ps should have: keys 7 of ads (99 %)``."""
+    text = f"partition {one.partition} at ps:{one.ps} has {100 * one.ps_share:.0f} % of its load"
+    text += ", more than one ps should have" if one.alone else ""
+    return f"{text}: keys {keys_text(one)}" if one.keys else text
+
+
+def keys_text(one: PartitionView) -> str:
+    """Return ``7 of ads (99 %), 12 of ads (80 %)``: keys with the share of the partition's requests that want them."""
+    return ", ".join(f"{hot.key} of {hot.table} ({100 * hot.share:.0f} %)" for hot in one.keys)
 
 
 def protection_text(found: ProtectionView) -> str:

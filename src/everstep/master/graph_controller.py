@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -17,6 +18,7 @@ from everstep.master.observe import Observer
 from everstep.model.job_view import BindingView
 from everstep.model.member import Role
 from everstep.model.observation import Observations
+from everstep.model.partition_load import PartitionView
 from everstep.monitor.graph_file import GraphRecord, write_graph
 from everstep.monitor.graph_fold import GraphFold
 from everstep.policies.binding import BindingWatch, BoundJob, Cores
@@ -29,8 +31,12 @@ _WRITE_S: Final = 10.0
 class GraphController:
     """Holds the readings; ``fold.take`` them as they come, ``tick`` now and then."""
 
-    def __init__(self, brain: Brain, observer: Observer, run_dir: Path) -> None:
+    def __init__(
+        self, brain: Brain, observer: Observer, run_dir: Path, hottest: Callable[[], tuple[PartitionView, ...]]
+    ) -> None:
+        """``hottest()``: the partitions with most to do."""
         self.fold = GraphFold()
+        self.hottest = hottest
         self._brain, self._observer, self._run_dir = brain, observer, run_dir
         self._watch = BindingWatch()
         self._window_at = self._write_at = self._at = 0.0
@@ -87,7 +93,7 @@ class GraphController:
         view = self.fold.view()
         if view is None:
             return
-        record = GraphRecord(at=self._at, graph=view, binding=self.binding(self._at))
+        record = GraphRecord(at=self._at, graph=view, binding=self.binding(self._at), hottest=self.hottest())
         try:
             write_graph(self._run_dir, record)
         except PlatformError as error:

@@ -192,7 +192,7 @@ class Master:
         )
         self.hot = HotPartitionController(self.brain, self.readings, self._tell)
         self.observer = Observer(self.brain, self.readings, self.watch, run_dir)
-        self.graph = GraphController(self.brain, self.observer, run_dir)
+        self.graph = GraphController(self.brain, self.observer, run_dir, self.hot.hottest)
         self.policy = PolicyController(
             brain=self.brain,
             spec=spec,
@@ -569,6 +569,8 @@ class Master:
         self.watch.moved(key, who.incarnation, at, r.idle_s, r.inside)
         self.readings.take(key, who.incarnation, r.readings, at)
         self.graph.fold.take(key, who.incarnation, r.graph, r.rows, at)
+        if role is Role.PS:
+            self.hot.take(key.slot, who.incarnation, r.partitions)
         if (dropped := self.observer.take(key, who.incarnation, r.readings, at)) is not None:
             self._note(at, str(key), dropped)
         if role is Role.PS:
@@ -648,6 +650,7 @@ class Master:
             finishing=self._finish is not None,
             cost=self.costs.view(at) if self.costs is not None else None,
             graph=self.graph.fold.view() if graph else None,
+            hottest=self.hot.hottest(),
         )
         seen = None
         if speed:

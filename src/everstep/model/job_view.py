@@ -19,6 +19,7 @@ from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.graph_readings import GraphView
 from everstep.model.member import Role
 from everstep.model.observation import Observations
+from everstep.model.partition_load import PartitionView
 
 
 class ShownState(StrEnum):
@@ -154,11 +155,13 @@ class PlacementView(msgspec.Struct, frozen=True):
     - ``version``: of the map; 0: there is none yet [number]
     - ``partitions``: of the job [partitions]
     - ``ps``: that own at least one [processes]
+    - ``hottest``: partitions of all ps with most to do, hottest first [partitions]
     """
 
     version: int = 0
     partitions: int = 0
     ps: int = 0
+    hottest: tuple[PartitionView, ...] = ()
 
 
 class ProtectionView(msgspec.Struct, frozen=True):

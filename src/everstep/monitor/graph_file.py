@@ -9,6 +9,7 @@ import msgspec
 
 from everstep.model.graph_readings import GraphView
 from everstep.model.job_view import BindingView
+from everstep.model.partition_load import PartitionView
 from everstep.storage.atomic import write_atomic
 
 GRAPH_FILE: Final = "graph.json"
@@ -20,6 +21,7 @@ class GraphRecord(msgspec.Struct, frozen=True, kw_only=True):
     at: float
     graph: GraphView
     binding: BindingView | None = None
+    hottest: tuple[PartitionView, ...] = ()
 
 
 def write_graph(run_dir: Path, record: GraphRecord) -> None:

@@ -38,6 +38,7 @@ from everstep.model.job_view import (
 from everstep.model.member import MemberKey, Role
 from everstep.model.memory_limit import OUT_OF_MEMORY
 from everstep.model.observation import Observations, ServerSeen, WorkerSeen
+from everstep.model.partition_load import PartitionView
 from everstep.monitor.slowness import fault_words, judge
 from everstep.policies.node_selection import HOME_NODE
 from everstep.policies.waits import max_wait_s
@@ -73,6 +74,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     finishing: bool = False
     cost: CostView | None = None
     graph: GraphView | None = None
+    hottest: tuple[PartitionView, ...] = ()
 
 
 def make_job_view(brain: Brain, at: float, measured: Measured = Measured(), speed: SpeedView | None = None) -> JobView:
@@ -100,7 +102,7 @@ def make_job_view(brain: Brain, at: float, measured: Measured = Measured(), spee
         batches_retried=measured.batches_retried,
         failures=failures_view(brain),
         reported=measured.reported,
-        placement=placement_view(brain),
+        placement=placement_view(brain, measured),
         protection=protection_view(brain, measured),
         checkpoint=checkpoint_view(brain),
         group=group_view(brain, measured.steps_per_s),
@@ -223,12 +225,12 @@ def shards_view(brain: Brain) -> ShardsView:
 # ---------------------------------------------------------------- where parameters are
 
 
-def placement_view(brain: Brain) -> PlacementView | None:
+def placement_view(brain: Brain, measured: Measured = Measured()) -> PlacementView | None:
     """None: there is no map."""
     placement = brain.placement
     if placement is None:
         return None
-    return PlacementView(placement.version, placement.partitions, len(set(placement.owner)))
+    return PlacementView(placement.version, placement.partitions, len(set(placement.owner)), measured.hottest)
 
 
 def protection_view(brain: Brain, measured: Measured) -> ProtectionView | None:

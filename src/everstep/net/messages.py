@@ -33,6 +33,7 @@ from everstep.model.graph_readings import TABLES_MAX, GraphReading, RowReading
 from everstep.model.group import Position
 from everstep.model.job_view import JobView
 from everstep.model.member import Role
+from everstep.model.partition_load import Readings as PartitionReadings
 from everstep.model.shard import Span, Token
 from everstep.model.step_schedule import StepSchedule, WorkerClock
 from everstep.model.table import TableSpec
@@ -59,6 +60,7 @@ class Beat(Query, frozen=True, tag="beat"):
     ] = ()  # of an agent: its processes that run, and their cpu_s
     graph: GraphReading | None = None  # of a worker: its sampled steps, where there is news
     rows: Annotated[tuple[RowReading, ...], msgspec.Meta(max_length=TABLES_MAX)] = ()  # of a ps: its tables
+    partitions: PartitionReadings = ()  # of a ps: its hottest partitions
 
 
 class StackTaken(Query, frozen=True, tag="stack_taken"):

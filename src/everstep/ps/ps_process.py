@@ -40,6 +40,7 @@ from everstep.errors import EverstepError, FencedError, PlatformError
 from everstep.ids import Incarnation, NodeId, PartitionId, Slot
 from everstep.model.member import Address, Role
 from everstep.model.memory_limit import MEMORY_STATUS
+from everstep.model.partition_load import PartitionReading
 from everstep.model.placement import Placement, PsPlace
 from everstep.model.reasons import Arrival
 from everstep.model.snapshot import PartitionSnapshot
@@ -388,10 +389,16 @@ class PsProcess:
                 "contents_bytes": float(mirrors.contents_bytes),
                 "contents_busy_s": mirrors.pacer.busy_s,
                 "image_bytes": float(self.snapshots.bytes_written),
-                **self.service.load_of.readings(machine.serving),
+                "load": self.service.load_of.total(machine.serving),
             },
             rows=self.service.rows.readings(),
+            partitions=self._partition_readings(),
         )
+
+    def _partition_readings(self) -> tuple[PartitionReading, ...]:
+        store = self.service.store
+        names = {spec.id: spec.name for spec in store.specs()}
+        return self.service.load_of.readings(self.service.mirrors.machine.serving, store.partition_bytes, names)
 
 
 def in_pieces(written: SnapshotsWritten, piece_bytes: int = PIECE_BYTES) -> Iterator[SnapshotsWritten]:

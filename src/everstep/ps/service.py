@@ -423,6 +423,7 @@ class PsService:
             if reply is not None and isinstance(request, Pull | Push) and isinstance(reply[0], Pulled | Pushed):
                 size = sum(part.n * (8 + 4 * self.store.dim(part.table)) for part in request.parts)
                 held_s = time.perf_counter() - began
+                self.load_of.served(own_s)
                 self.meter.served(own_s, held_s, *((size, 0) if isinstance(request, Push) else (0, size)))
 
     def _answer(self, request: DataRequest, body: memoryview, arena: memoryview | None) -> Reply:
@@ -535,8 +536,7 @@ class PsService:
     def _pull_once(self, request: Pull, body: memoryview, arena: memoryview | None) -> Reply:
         source = _memory(body, arena, request.shm)
         if self.load_of.request():
-            for part in request.parts:
-                self.load_of.count(part.table, _keys(part, source))
+            self._count(request.parts, source)
         if request.shm:
             self.store.pull_at(request.parts, source)
             return Pulled(), []
@@ -549,6 +549,10 @@ class PsService:
             self.store.pull(part.table, keys, out)
             buffers.append(out)
         return Pulled(), buffers
+
+    def _count(self, parts: Sequence[RowsPart], source: memoryview) -> None:
+        with suppress(KeyError):  # (a table that nobody has declared: the request will say so)
+            self.load_of.count([(p.table, _keys(p, source), 8 + 4 * self.store.dim(p.table)) for p in parts])
 
     def _serves(self, partitions: bytes) -> bool:
         """Return whether all addressed partitions (a bitmap; b"": all of this ps) are served."""
@@ -625,8 +629,7 @@ class PsService:
         token = request.token
         source = _memory(body, arena, request.shm)
         if self.load_of.request():
-            for part in request.parts:
-                self.load_of.count(part.table, _keys(part, source))
+            self._count(request.parts, source)
         stripes = {hash(shard) % _STRIPES for shard in (token.shard, *(span.shard for span in request.more))}
         with self._gate.shared(), ExitStack() as held:
             for number in sorted(stripes):

@@ -18,6 +18,8 @@ from everstep.model.member import Role
 from everstep.model.plan import MovePartitions
 from everstep.model.reasons import Arrival
 from everstep.model.snapshot import Holdings
+from everstep.policies.hot import AlonePartition
+from everstep.units import human_bytes
 
 if TYPE_CHECKING:
     from everstep.brain.concerns.composition import Concerns
@@ -155,19 +157,36 @@ class PlacementConcern(Concern):
     def _hot_partitions(self, e: HotPartitions, event: Event) -> Out:
         """Move them, if nothing else is on its way and no policy divides them: it goes by time where this goes by rows,
         so one would take back what the other gives."""
+        notes: Out = [] if self.job.over else [_alone(one) for one in e.alone]
         plan = self.state.control.plan
         if plan is not None and any(isinstance(action, MovePartitions) for action in plan.actions):
-            return []
+            return notes
         if self.job.over or not self.reader.at_rest():
-            return []
+            return notes
         moved = self.reports.spread(e.moves)
         if not moved:
-            return []
+            return notes
         loads = ", ".join(f"ps:{slot} {rows}" for slot, rows in e.loads)
         words = f"ps:{moved[0].source} has too much to do ({loads} rows a second)"
         inputs: Inputs = {f"partition {m.partition}": f"to ps:{m.target}" for m in moved}
+        if e.sent_bytes:
+            words += f"; {human_bytes(e.sent_bytes)} are sent"
+            inputs["sent_bytes"] = e.sent_bytes
         rejected = ("leave them: the slowest ps sets everybody's pace", "move all: each move costs contents once")
         return [
+            *notes,
             Note("", Decision("move hot partitions", words, inputs, rejected)),
             *self.settle_map("partitions are hot"),
         ]
+
+
+def _alone(one: AlonePartition) -> Note:
+    """Say that no placement helps against one partition, and which keys it is."""
+    words = f"partition {one.partition} is asked for {one.rows_per_s:,.0f} rows a second, {one.times:.1f} times"
+    words += " the mean of a ps: no placement is even, because a partition is never divided"
+    if one.keys:
+        keys = ", ".join(f"{key} of {table} ({100 * share:.0f} % of its requests)" for table, key, share in one.keys)
+        words += f"; its hottest keys: {keys}"
+    inputs: Inputs = {"partition": one.partition, "rows_per_s": round(one.rows_per_s), "times": round(one.times, 2)}
+    rejected = ("divide it: where a key is would no longer follow from the key alone",)
+    return Note(f"ps:{one.ps}", Decision("hot partition", words, inputs, rejected))
