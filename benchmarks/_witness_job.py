@@ -2,13 +2,14 @@
 
 ``--loops 1,2``: two loops, over one epoch and two. ``--accumulate K``: ``opt.step()`` in every K-th step.
 ``--rest``: ``opt.step()`` behind each loop too, for what it has left. ``--leave-out N``: every N-th step is left out.
-``--plant``: a fault on purpose, that the witness must find.
+``--hurry FILE``: no pauses once that file is there. ``--plant``: a fault on purpose, that the witness must find.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ arguments.add_argument("--accumulate", type=int, default=1)
 arguments.add_argument("--rest", action="store_true")
 arguments.add_argument("--leave-out", type=int, default=0)
 arguments.add_argument("--pause", type=float, default=0.0)
+arguments.add_argument("--hurry", default="")
 arguments.add_argument("--plant", default="", choices=("", "twice", "lost", "step"))
 args = arguments.parse_args()
 loops = [int(n) for n in args.loops.split(",")]
@@ -87,7 +89,8 @@ for epochs in loops:
             opt.step()
             opt.zero_grad()
         job.report(loss=loss)
-        time.sleep(args.pause)
+        if not (args.hurry and Path(args.hurry).exists()):
+            time.sleep(args.pause)
     if args.rest:
         opt.step()
         opt.zero_grad()

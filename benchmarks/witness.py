@@ -163,7 +163,7 @@ class Job:
             if process.poll() is None:
                 process.kill()
             process.wait()
-            for pid in _of_run(self.home):
+            for pid in of_run(self.home):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
@@ -268,7 +268,7 @@ class Job:
         return "", False
 
 
-def _of_run(home: Path) -> list[int]:
+def of_run(home: Path) -> list[int]:
     """Processes that were started for a run in here."""
     found = []
     needle = f"EVERSTEP_RUN_DIR={home}/".encode()
@@ -281,7 +281,7 @@ def _of_run(home: Path) -> list[int]:
 
 
 @contextlib.contextmanager
-def _fork_server() -> Iterator[int]:
+def fork_server() -> Iterator[int]:
     """Processes of the jobs share one import of torch, as in the tests."""
     with tempfile.TemporaryDirectory(prefix="everstep-witness-") as folder:
         address = f"{folder}/sock"
@@ -346,7 +346,7 @@ def run(quick: bool, arguments: list[str] | None = None) -> Result:
         if not problem:
             shutil.rmtree(folder, ignore_errors=True)
 
-    with _fork_server() as server:
+    with fork_server() as server:
         with ThreadPoolExecutor(args.jobs) as pool:
             list(pool.map(one, range(args.seed, args.seed + args.runs)))
         cpu_s = _cpu_s(server)

@@ -58,6 +58,9 @@ class Place:
         self.embedded = False
         self.on_replica = None
 
+    def home_link(self) -> None:
+        """Files are here."""
+
 
 class Worker:
     def __init__(self, run_dir: Path, slot: int, incarnation: int = 1, seed: int = 0, **how: Any) -> None:

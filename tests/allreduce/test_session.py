@@ -134,6 +134,9 @@ class Runtime:
             return Grouped(self.world.newest, Position(0, request.dataset, epoch, position))
         return Ok()
 
+    def home_link(self) -> None:
+        """Files are here."""
+
     def said(self, kind: type) -> list[Any]:
         return [r for r in self.asked if isinstance(r, kind)]
 

@@ -12,6 +12,7 @@ from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.group import Committed, HeldCopy
 from everstep.net.messages import RequestType
+from everstep.protect.home_files import HomeLink
 
 
 class CopyToBegin(Protocol):
@@ -40,4 +41,8 @@ class MemberRuntime(Protocol):
 
     def ask(self, request: RequestType, then: Callable[[Answer], None]) -> None:
         """Ask the master; ``then`` gets the answer, on any thread, in the order of the requests."""
+        ...
+
+    def home_link(self) -> HomeLink | None:
+        """Return what reaches the first node's files; None: they are here."""
         ...

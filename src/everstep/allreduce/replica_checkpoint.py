@@ -47,11 +47,12 @@ from everstep.model.group import Position
 from everstep.model.snapshot import CheckpointFile, Manifest, ReplicaCopy
 from everstep.net.messages import TakeReplica
 from everstep.net.retry import Deadline, backoff, retry
+from everstep.protect.home_files import MODEL, HomeLink, HomePlace, place_opener
 from everstep.protect.manifest import ManifestTrust, list_checkpoints, read_manifest, reading
 from everstep.protect.model import model_folder, too_large
 from everstep.protect.replicafile import WRITE_BYTES, ReplicaHead, read_replica_file, write_replica_file
 from everstep.protect.sources import own_url
-from everstep.storage.places import StoragePlace, open_place
+from everstep.storage.places import StoragePlace
 
 WRITE_S = 120.0  # a place that does not take the file is tried again for so long
 SHARE = 0.25  # of a step's time: what writing a checkpoint that nobody waits for may cost in it (processor time)
@@ -321,7 +322,8 @@ class ReplicaWriter:
 
     def _leave_model(self, order: TakeReplica, serialized: SerializedState, position: Position) -> None:
         """Raises StorageError, ConfigError, PlatformError."""
-        with model_folder(order.model) as folder:
+        link = self._runtime.home_link() if "://" not in order.model else None
+        with model_folder(order.model, HomePlace(link, MODEL) if link is not None else None) as folder:
             found = state_dicts(serialized, f"the state of step {position.step}")
             write_state(found, folder, {"job": self._runtime.spec.name, "step": str(position.step)})
 
@@ -349,13 +351,14 @@ class ReplicaWriter:
         path = f"images/{order.checkpoint:06d}/replica-{runtime.slot}.{runtime.incarnation}-{token}{ending}.rep"
         before = pacer or self._pacer()
         deadline = Deadline(WRITE_S)
+        place = place_opener(runtime.home_link(), runtime.spec)
 
         def wait(seconds: float) -> None:
             with self._lock:
                 self._lock.wait_for(lambda: self._closed, seconds)
 
         def attempt() -> CheckpointFile:
-            with open_place(order.url).create(path) as file:
+            with place(order.url).create(path) as file:
                 written = write_replica_file(file.write, head, header, body, before)
                 file.commit()
             return msgspec.structs.replace(written, path=path)
@@ -401,13 +404,17 @@ def _unchanged(old: WrittenPart, sums: NDArray[np.uint32], body: memoryview, bef
 # ---------------------------------------------------------------- back
 
 
-def find_replica(spec: JobSpec, run_dir: Path, checkpoint: int, key: bytes) -> tuple[StoragePlace, Manifest]:
+def find_replica(
+    spec: JobSpec, run_dir: Path, checkpoint: int, key: bytes, home: HomeLink | None = None
+) -> tuple[StoragePlace, Manifest]:
     """Find this job's own checkpoint, or that of the one it goes on from (numbers are never used twice). ``key``: see
-    ``protect.sources.SnapshotSources``. Raises CheckpointError, StorageError."""
+    ``protect.sources.SnapshotSources``. ``home``: to the first node, where the directories are; None: they are here.
+    Raises CheckpointError, StorageError."""
+    places = place_opener(home, spec)
     trust = ManifestTrust(key=key, digests=spec.trusted)
     urls = [url for url in dict.fromkeys((own_url(spec, run_dir), spec.resume_from)) if url]
     for url in urls:
-        place = open_place(url)
+        place = places(url)
         if checkpoint in list_checkpoints(place):
             return place, read_manifest(place, checkpoint, trust)
     raise CheckpointError(f"checkpoint {checkpoint} is not in {' nor in '.join(urls)}")

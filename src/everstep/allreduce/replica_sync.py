@@ -375,7 +375,7 @@ class ReplicaSync:
     def _restore(self, checkpoint: int) -> None:
         runtime = self._runtime
         key = self._secret.checkpoint_key if self._secret is not None else b""
-        place, manifest = find_replica(runtime.spec, runtime.run_dir, checkpoint, key)
+        place, manifest = find_replica(runtime.spec, runtime.run_dir, checkpoint, key, runtime.home_link())
         self._state.load(read_replica(place, manifest), f"checkpoint {checkpoint} of {place.url}")
         logger.info("loaded checkpoint %d of %s: step %d", checkpoint, place.url, self._state.position.step)
 

@@ -198,6 +198,9 @@ class EmbeddedRuntime:
         self._began_at = time.time()
         self._listener: Listener | None = None
 
+    def home_link(self) -> None:
+        """Files are here."""
+
     @classmethod
     def alone(cls, given: dict[str, Any], prefetch: int | None) -> EmbeddedRuntime:
         """Make a new run directory and a job of one worker and one ps."""

@@ -40,6 +40,7 @@ from everstep.net.control import ControlClient
 from everstep.net.data import DataClient
 from everstep.net.messages import OrderType, RequestType
 from everstep.net.rendezvous import SECRET_FILE, master_address
+from everstep.protect.home_files import HomeLink, link_home
 from everstep.storage.space import be_patient
 from everstep.tables.client import DataLink, PsClient, SocketLink
 
@@ -73,6 +74,7 @@ class ProcessRuntime:
         self._chief_asks = 0
         self._chief, self._chief_until = False, 0.0  # what the master said, and until when it is not asked again
         self._failure: EverstepError | None = None
+        self._home: HomeLink | None = None
         self._timers: set[threading.Timer] = set()
         self._lock = threading.Lock()
 
@@ -143,6 +145,12 @@ class ProcessRuntime:
                 self._fail(error)
 
         self.control.submit(request, _MASTER_AWAY_S).add_done_callback(answered)
+
+    def home_link(self) -> HomeLink | None:
+        with self._lock:
+            if self._home is None:
+                self._home = link_home(self.spec, master_address(self.run_dir), self._secret, self._identity("data"))
+            return self._home
 
     def later(self, after_s: float, action: Callable[[], None]) -> None:
         timer = threading.Timer(after_s, action)

@@ -42,6 +42,7 @@ from everstep.net.messages import (
     LogsReported,
 )
 from everstep.policies.node_selection import HOME_NODE
+from everstep.protect.model import model_url
 from everstep.protect.sources import own_url
 from everstep.storage.atomic import private
 from everstep.storage.places import LocalPlace, NewFile, StoragePlace, bare, open_place
@@ -49,6 +50,9 @@ from everstep.storage.places import LocalPlace, NewFile, StoragePlace, bare, ope
 CHECKPOINTS = "checkpoints"
 RESUMED = "resumed"
 """Places of a job: its own checkpoints, and those that it goes on from."""
+
+MODEL = "model"
+"""Place of the model that the job leaves."""
 
 NODE_LOGS = "nodes"
 """Place of the logs of other nodes' processes: a folder for each node."""
@@ -64,7 +68,7 @@ _LOG = re.compile(r"(ps|worker)-\d{1,9}\.\d{1,9}(\.copy-\d{1,9})?\.log")
 
 def served_places(spec: JobSpec, run_dir: Path) -> dict[str, Path]:
     """Return the directories that the first node serves; URLs are everybody's own to reach."""
-    of = {CHECKPOINTS: own_url(spec, run_dir), RESUMED: spec.resume_from}
+    of = {CHECKPOINTS: own_url(spec, run_dir), RESUMED: spec.resume_from, MODEL: model_url(spec, run_dir)}
     return {name: Path(url) for name, url in of.items() if url and "://" not in url}
 
 
@@ -434,4 +438,4 @@ class LogSender:
         self._link.close()
 
 
-__all__ = ["HomeFiles", "HomeLink", "HomePlace", "LogSender", "link_home", "place_opener", "served_places"]
+__all__ = ["MODEL", "HomeFiles", "HomeLink", "HomePlace", "LogSender", "link_home", "place_opener", "served_places"]

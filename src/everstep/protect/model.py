@@ -56,16 +56,16 @@ def too_large(size_bytes: int) -> str:
 
 
 @contextlib.contextmanager
-def model_folder(url: str) -> Iterator[Path]:
-    """Yield a folder to write the model's files into; they are at ``url`` when this returns. Raises PlatformError,
-    StorageError, ConfigError."""
+def model_folder(url: str, there: StoragePlace | None = None) -> Iterator[Path]:
+    """Yield a folder to write the model's files into; they are at ``url`` when this returns. ``there``: what reaches
+    that directory, if it is another machine's. Raises PlatformError, StorageError, ConfigError."""
     try:
-        if "://" not in url:
+        if "://" not in url and there is None:
             folder = Path(url)
             folder.mkdir(parents=True, exist_ok=True)
             yield folder
             return
-        place = open_place(url)
+        place = there or open_place(url)
         temporary = Path(tempfile.mkdtemp(prefix="everstep-model-"))
         try:
             yield temporary
