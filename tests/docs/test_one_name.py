@@ -55,12 +55,15 @@ def test_no_two_unrelated_files_have_one_name() -> None:
 
 OLD_WORDS = {
     "bucket": "partition",
+    "carrier": "replication sender",
     "cursor": "position",
     "draft": "builder (PlacementBuilder)",
     "drag": "slowdown",
     "drill": "fault (made by chaos)",
+    "farewell": "refusal, last vote, or what it is",
     "flats": "gradient buckets",
     "image": "snapshot",
+    "inbox": "replication receiver",
     "journey": "owners, history",
     "keeper": "controller, or what it is",
     "leading": "leader",
@@ -71,6 +74,7 @@ OLD_WORDS = {
     "said": "reported, announced, or what it is",
     "seat": "record (SlotRecord) or runtime (WorkerRuntime)",
     "settled": "committed everywhere",
+    "strand": "what it is",
     "tape": "step log",
     "told": "reported, announced, or what it is",
 }
@@ -85,7 +89,6 @@ OLD_NAMES = {
     "Tails": "RetainedLog",
     "Torn": "MirrorDiscarded",
     "Want": "FetchContents",
-    "farewell": "refusal",
     "Hit": "SignalProcess",
     "Prints": "Fingerprints",
     "books": "state, records, ledger",

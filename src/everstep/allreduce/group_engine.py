@@ -482,7 +482,7 @@ class GroupEngine:
                     self.batches += 1
                     if not self._last:
                         self._samples.end(sys._getframe(1), micro.hi - micro.lo, counts, self._asks)
-                    number = 0 if self._sweep_again() else number + 1
+                    number = 0 if self._repeat_passes() else number + 1
                     if number:
                         self._close(session, step)
                     if kept is not None and self._outcome is not VoteOutcome.COMMITTED:
@@ -654,7 +654,7 @@ class GroupEngine:
             return None
         return Outside(frame, self._known(), self._params, single=True)
 
-    def _sweep_again(self) -> bool:
+    def _repeat_passes(self) -> bool:
         """Whether the step's passes begin once more behind this iteration: the gradient of one more round is known."""
         reducer = self._reducer
         assert reducer is not None
@@ -662,7 +662,7 @@ class GroupEngine:
             return False
         self.several = reducer.several = True
         self._saved.save_large()
-        reducer.begin_sweep()
+        reducer.repeat_passes()
         self._saved.restore()
         self._ran.clear()
         return True

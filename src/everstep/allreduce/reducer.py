@@ -217,7 +217,7 @@ class Reducer:
             self._direct = self._parts.direct(step)
         self.buffers.save()
 
-    def begin_sweep(self) -> None:
+    def repeat_passes(self) -> None:
         """Behind an iteration, with ``anew``: the step's micro-batches begin once more."""
         self._open = self.anew = False
         self.buffers.roll_back()

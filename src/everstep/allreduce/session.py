@@ -312,7 +312,7 @@ class Session:
                     continue
             if cut is None:
                 # (Others that are in a later loop have parted from this one. In theirs they wait for our vote.)
-                if self._furthest > self._loop or self._farewell(collective):
+                if self._furthest > self._loop or self._confirm_last_step(collective):
                     self._end_loop()
                     return None
                 continue
@@ -762,7 +762,7 @@ class Session:
         epoch, sample = place or (0, 0)
         self.state.position = Position(position.step, dataset, epoch, sample)
 
-    def _farewell(self, collective: Connected) -> bool:
+    def _confirm_last_step(self, collective: Connected) -> bool:
         """The loop is over for all: one more vote, so that nobody goes before everybody has the last step."""
         position = self.state.position
         if self.before_end is not None:

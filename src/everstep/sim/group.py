@@ -201,7 +201,7 @@ def range_fingerprint(epoch: int, lo: int, hi: int) -> int:
 
 def reduced(kind: str, values: list[Any]) -> list[Any]:
     """Return what every member computes from all values, once."""
-    if kind in ("vote", "farewell"):
+    if kind in ("vote", "last vote"):
         return [max(column) for column in zip(*values, strict=True)]
     if kind == "reduce" and len({(c.first, c.epoch, c.lo, c.hi, cut.micros) for c, cut in values}) > 1:
         raise Violation(f"members reduce different steps: {values}")
@@ -709,7 +709,7 @@ class GroupWorker(Child):
                 return
             cut = self.next_cut(group.size)  # (perhaps a shorter one)
             if cut is None:
-                self.post("farewell", m.ballot(self.position.step, 0, False, self.commits.confirmed))
+                self.post("last vote", m.ballot(self.position.step, 0, False, self.commits.confirmed))
                 return
             new = Committed(group.generation, self.position.step, self.position.step, 0, cut.epoch, cut.lo, cut.hi)
             self.step = new, cut
@@ -771,7 +771,7 @@ class GroupWorker(Child):
             self.commits.confirm(tally.confirmed)
             if tally.behind and self.kernel.now - self.asked_at > NEWS_EVERY_S:
                 self.ask()
-            if kind == "farewell":
+            if kind == "last vote":
                 self.do(actions)
                 self.settle(self.position.step)
                 self.finish()

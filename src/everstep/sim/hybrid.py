@@ -262,7 +262,7 @@ class HybridWorker(GroupWorker):
     def on_result(self, ring: Ring, kind: str, values: list[Any]) -> None:
         if kind not in ("words", "flush", "survey", "beside"):
             self.voting = kind == "vote"
-            if kind == "farewell" and ring is self.ring and self.phase == kind and self.machine.whole:
+            if kind == "last vote" and ring is self.ring and self.phase == kind and self.machine.whole:
                 self.pushed = self.position.step
             super().on_result(ring, kind, values)
             self.voting = False
