@@ -22,6 +22,7 @@ from everstep.net.auth import Identity, create_secret
 from everstep.net.control_server import Peer
 
 TYPES = inspect.type_info(wire.Call)
+ORDERS = msgspec.msgpack.Decoder(wire.OrderType)
 NODES = ("node0", "n1")
 
 
@@ -37,6 +38,9 @@ class FakePeer:
 
     def send(self, order: Any) -> None:
         self.orders.append(order)
+
+    def send_encoded(self, order: bytes) -> None:
+        self.orders.append(ORDERS.decode(order))
 
     def close(self) -> None:
         self.closed = True
