@@ -157,7 +157,9 @@ class Thrower:
             case inspect.TupleType():
                 return tuple(self.make(rng, one, at) for one in t.item_types)
             case inspect.VarTupleType():
-                return tuple(self.make(rng, t.item_type, at) for _ in range(rng.choice([0, 1, 1, 2, 5])))
+                length = max(rng.choice([0, 1, 1, 2, 5]), t.min_length or 0)
+                length = length if t.max_length is None else min(length, t.max_length)
+                return tuple(self.make(rng, t.item_type, at) for _ in range(length))
             case inspect.DictType():
                 pairs = range(rng.choice([0, 1, 2]))
                 return {self.make(rng, t.key_type, at): self.make(rng, t.value_type, at) for _ in pairs}
