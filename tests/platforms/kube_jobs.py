@@ -14,19 +14,19 @@ from watched_jobs import WatchedJob
 
 from everstep.monitor.audit import audit
 from everstep.platforms.kubernetes.demo.played_cluster import NAMESPACE, DemoCluster
-from everstep.platforms.kubernetes.kinds import API_VERSION, Object, name_of
+from everstep.platforms.kubernetes.kinds import API_VERSION, Gang, Object, name_of
 from everstep.platforms.kubernetes.pods import facts_of
 
 until = partial(watched_jobs.until, timeout_s=240.0)
 
 
 class KubeRun(WatchedJob):
-    """Is a job on a played cluster of three nodes."""
+    """Is a job on a played cluster of three nodes, which take ``pods_max`` pods each."""
 
-    def __init__(self, folder: Path, name: str = "story") -> None:
+    def __init__(self, folder: Path, name: str = "story", gang: Gang = Gang.VOLCANO, pods_max: int = 30) -> None:
         super().__init__(folder, folder / "cluster" / "claims" / NAMESPACE / f"{name}-master" / "job")
         self.name = name
-        self.cluster = DemoCluster(folder / "cluster", ("node-1", "node-2", "node-3"))
+        self.cluster = DemoCluster(folder / "cluster", ("node-1", "node-2", "node-3"), gang=gang, pods_max=pods_max)
         self.server, self.nodes = self.cluster.server, self.cluster.runner
         self.operator: subprocess.Popen[bytes] | None = None
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from everstep.platforms.kubernetes.actions import (
     Action,
+    Apply,
     AskSuspend,
     Create,
     CreateRefused,
@@ -30,6 +31,7 @@ from everstep.platforms.kubernetes.pods import facts_of, stamp_of
 from everstep.platforms.kubernetes.reconcile import reconcile
 
 START_S = 1_700_000_000.0
+GROUPS = (Kind.VOLCANO_GROUP, Kind.PLUGINS_GROUP, Kind.NATIVE_GROUP)
 
 
 def job(**spec: Any) -> Object:
@@ -67,6 +69,7 @@ class World:
         self.wants = (3, 2)  # what the master was told last
         self.master_works = False
         self.refused: CreateRefused | None = None
+        self.gang: Object | None = None  # the PodGroup
         self.restart_operator()
 
     # ------------------------------------------------------------ the API server
@@ -108,6 +111,8 @@ class World:
                 self.events.setdefault(name_of(body), body)
             case Create(kind, body):
                 self.others.add((kind, name_of(body)))
+            case Apply(_, body):
+                self.gang = {**copy.deepcopy(body), "metadata": {**body["metadata"], "uid": f"uid-{self.version}"}}
             case MakeSecret():
                 self.others.add((Kind.SECRET, secret_name(self.job)))
             case Delete(Kind.POD, name, uid, grace_s):
@@ -118,6 +123,9 @@ class World:
                     elif not found["metadata"].get("deletionTimestamp"):
                         found["metadata"]["deletionTimestamp"] = stamp_of(self.now_s + 60)
                         self._change(found)
+            case Delete(kind, name, uid, _) if kind in GROUPS:
+                assert self.gang is not None and self.gang["metadata"]["uid"] == uid
+                self.gang = None
             case Delete(_, name, _, _):
                 self.requests.pop(name, None)
             case SetReplicas(place, count, version):
@@ -189,6 +197,7 @@ class World:
             copy.deepcopy(self.nodes),
             report,
             self.refused,
+            copy.deepcopy(self.gang),
         )
         return seen_job, reconcile(seen)
 
@@ -251,15 +260,22 @@ class World:
             if pod["metadata"].get("deletionTimestamp"):
                 self.remove(name)
 
-    def settle(self, rounds: int = 40) -> None:
-        """Everything works for a while: the watch tells all, pods run, those that are deleted go."""
+    def settle(self, rounds: int = 40, room: int = 1_000) -> None:
+        """Everything works for a while: the watch tells all, pods run, those that are deleted go. ``room``: for so many
+        pods; a job with a PodGroup gets nodes for all of its least, or for none."""
         for _ in range(rounds):
             self.deliver(len(self.log))
             self.work()
             self.leave()
-            for name, pod in list(self.pods.items()):
-                if pod["status"]["phase"] == "Pending":
-                    self.run(name)
+            waiting = [name for name, pod in self.pods.items() if pod["status"]["phase"] == "Pending"]
+            running = sum(pod["status"]["phase"] == "Running" for pod in self.pods.values())
+            fit = waiting[: max(0, room - running)]
+            if self.gang is not None:
+                spec = self.gang["spec"]
+                least = spec["minMember"] if "minMember" in spec else spec["schedulingPolicy"]["gang"]["minCount"]
+                fit = fit if running + len(fit) >= least else []
+            for name in fit:
+                self.run(name)
             self.now_s += 61.0  # (longer than any pause)
 
     def wanted(self) -> dict[str, int]:

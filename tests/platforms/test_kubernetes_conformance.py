@@ -114,8 +114,8 @@ def _scale_without_rules(true: Any, self: Any, *args: Any) -> Any:
         self._checked = checked
 
 
-def _forces(true: Any, self: Any, of: Any, ns: str, name: str, body: Any, who: str, force: bool, part: str) -> Any:
-    return true(self, of, ns, name, body, who, True, part)
+def _forces(true: Any, self: Any, of: Any, ns: str, name: str, body: Any, who: str, force: bool, *more: Any) -> Any:
+    return true(self, of, ns, name, body, who, True, *more)
 
 
 def _no_uid(true: Any, self: Any, of: Any, namespace: str, name: str, uid: str = "", grace_s: Any = None) -> Any:

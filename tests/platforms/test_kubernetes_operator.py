@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import json
 import subprocess
 import sys
 import threading
@@ -20,20 +22,26 @@ pytest.importorskip("cel")
 from click.testing import CliRunner
 
 from everstep.cli.main import cli
+from everstep.cli.pod import settings_of
 from everstep.errors import EverstepError
 from everstep.platforms.kubernetes.actions import MasterReport
 from everstep.platforms.kubernetes.crds import definitions
 from everstep.platforms.kubernetes.demo.api_http import ApiHttp
 from everstep.platforms.kubernetes.demo.api_server import CRDS, ApiServer
+from everstep.platforms.kubernetes.demo.gang_schedulers import install
 from everstep.platforms.kubernetes.demo.refusals import RefusedRequest
 from everstep.platforms.kubernetes.election import DURATION_S, LeaseWatch
-from everstep.platforms.kubernetes.kinds import API_VERSION, Object, name_of
+from everstep.platforms.kubernetes.kinds import API_VERSION, Gang, Object, name_of
 from everstep.platforms.kubernetes.lightkube_client import LightkubeClient, kubeconfig_for
 from everstep.platforms.kubernetes.manifests import NODE_RULES, RULES
 from everstep.platforms.kubernetes.operator import Operator, WorkQueue
 
 NS = "default"
 LEAST = [*RULES, *NODE_RULES]
+PRICED = {
+    "price": {"onDemandHourly": "2.40"},
+    "template": {"spec": {"containers": [{"name": "main", "image": "train:1"}]}},
+}
 
 
 def until(what: Callable[[], object], why: Callable[[], object] = lambda: "", timeout_s: float = 120.0) -> None:
@@ -48,10 +56,11 @@ class PlayedMasters:
 
     def __init__(self) -> None:
         self.told: list[tuple[int, int]] = []
+        self.seen: dict[str, Any] = {}
 
     def report(self, host: str, secret: str) -> MasterReport:
         workers, ps = self.told[-1] if self.told else (2, 1)
-        return MasterReport(workers or 2, ps or 1)
+        return MasterReport(workers or 2, ps or 1, **self.seen)
 
     def tell_size(self, host: str, secret: str, workers: int, ps: int) -> None:
         self.told.append((workers, ps))
@@ -240,6 +249,69 @@ def test_an_idle_job_costs_two_requests_a_minute_at_most_and_no_write(bench: Ben
     assert bench.server.store.writes == writes and len(asked) <= 2, (asked, said)
 
 
+def test_a_gang_costs_an_idle_job_one_request_more_and_no_write(bench: Bench) -> None:
+    install(bench.server, Gang.VOLCANO)
+    bench.submit(scheduling={"gang": "Volcano"})
+    until(lambda: bench.phase() == "Running", bench.why)
+    group = bench.server.store.get("podgroups", NS, "j") or {}
+    assert group["spec"]["minMember"] == 3 and group["metadata"]["ownerReferences"][0]["name"] == "j"
+    bench.operator.close()
+    bench._thread.join(60)
+    for _ in range(5):  # (what the last look left to do)
+        bench.operator.look((NS, "j"))
+    writes, before = bench.server.store.writes, len(bench.http.seen)
+    for _ in range(12):
+        bench.operator.look((NS, "j"))
+    asked = [one for one in bench.http.seen[before:] if one[0] != "watch"]
+    assert bench.server.store.writes == writes and len(asked) <= 3, asked
+    bench.server.delete(bench.server.of("elasticjobs"), NS, "j")
+    assert not bench.server.store.all("podgroups", NS)
+
+
+def test_a_group_that_is_deleted_by_hand_comes_back(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("everstep.platforms.kubernetes.operator.GANG_S", 0.2)
+    install(bench.server, Gang.SCHEDULER_PLUGINS)
+    bench.submit(scheduling={"gang": "SchedulerPlugins"})
+    until(lambda: bench.phase() == "Running", bench.why)
+    bench.server.delete(bench.server.of("podgroups"), NS, "j")
+    until(lambda: bench.server.store.get("podgroups", NS, "j"), bench.why)
+    assert len(bench.server.store.all("pods", NS)) == 4
+
+
+def test_the_clusters_own_group_keeps_its_policy_while_the_job_runs(bench: Bench) -> None:
+    """A server that lets nobody change it is not asked again and again."""
+    install(bench.server, Gang.NATIVE)
+    bench.submit(scheduling={"gang": "Native"})
+    until(lambda: bench.phase() == "Running", bench.why)
+    bench.server.merge(bench.server.of("elasticjobs"), NS, "j", {"spec": {"ps": {"replicas": 3}}})
+    until(lambda: len(bench.server.store.all("pods", NS)) == 6, bench.why)
+    group = bench.server.store.get("podgroups", NS, "j") or {}
+    assert group["spec"]["schedulingPolicy"]["gang"]["minCount"] == 3
+    assert sum(verb == "patch" and of == "podgroups" for verb, of, _ in bench.http.seen) == 1
+
+
+@pytest.mark.parametrize("gang", ["Volcano", "SchedulerPlugins", "Native"])
+def test_a_cluster_without_the_scheduler_of_the_gang_says_so(bench: Bench, gang: str) -> None:
+    bench.submit(scheduling={"gang": gang})
+    until(lambda: bench.holds("GangRefused"), bench.why)
+    message = {c["type"]: c["message"] for c in bench.job()["status"]["conditions"]}["GangRefused"]
+    assert f"spec.scheduling.gang: {gang}: this cluster knows no PodGroup" in message
+    assert not bench.server.store.all("pods", NS)
+    assert sum(of == "podgroups" and verb == "patch" for verb, of, _ in bench.http.seen) <= 2
+
+
+NO_GROUPS = [r for r in LEAST if r["resources"] != ["podgroups"]]
+
+
+@pytest.mark.parametrize("bench", [NO_GROUPS], indirect=True)
+def test_a_missing_right_on_groups_is_named(bench: Bench) -> None:
+    install(bench.server, Gang.VOLCANO)
+    bench.submit(scheduling={"gang": "Volcano"})
+    until(lambda: bench.holds("Forbidden"), bench.why)
+    message = {c["type"]: c["message"] for c in bench.job()["status"]["conditions"]}["Forbidden"]
+    assert 'resource "podgroups"' in message and not bench.server.store.all("pods", NS)
+
+
 def test_what_happens_to_a_job_is_an_event(bench: Bench) -> None:
     bench.submit()
     until(lambda: bench.phase() == "Running", bench.why)
@@ -322,6 +394,35 @@ def everstep(*words: str) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
+def test_a_pipeline_of_everstep_run_is_one_in_a_cluster(at_server: Bench, tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("name: gpt\nscript: train.py\nmode: pipeline\nstages: 4\nworkers: 2\ncopy_every: '10'\n")
+    code, text = everstep("submit", str(file), "--image", "train:1")
+    assert code == 0, text
+    stored = at_server.job("gpt")["spec"]
+    assert (stored["mode"], stored["stages"], stored["settings"]) == ("Pipeline", 4, {"copy_every": "10"})
+    until(lambda: at_server.phase("gpt") == "Running", at_server.why)
+    (master,) = (p for p in at_server.server.store.all("pods") if name_of(p).startswith("gpt-master"))
+    env = {e["name"]: e.get("value", "") for e in master["spec"]["containers"][0]["env"]}
+    spec, _ = settings_of(env)
+    assert (spec.mode, spec.stages, spec.workers, spec.ps, spec.copy_every) == ("pipeline", 4, 2, 0, "10")
+
+
+def test_top_shows_what_the_operator_wrote(at_server: Bench) -> None:
+    at_server.submit()
+    until(lambda: at_server.phase() == "Running", at_server.why)
+    code, said = everstep("top", "k8s:j", "--once")
+    assert code == 0 and "nothing is known yet" in said
+    members = {"member": "worker:1", "slower": "2.10x", "per sample": "3 ms", "node": "n1", "why": "cpu is busy"}
+    at_server.masters.seen = {"samples": 100, "headline": "mode ps, 2 of 2 workers", "slowest": (members,)}
+    until(lambda: "speed" in at_server.job()["status"], at_server.why)
+    code, said = everstep("top", "k8s:j", "--once")
+    head, columns, row = said.splitlines()
+    assert code == 0 and head.endswith("mode ps, 2 of 2 workers") and columns.split()[:2] == ["member", "slower"]
+    assert row.split() == ["worker:1", "2.10x", "3", "ms", "n1", "cpu", "is", "busy"]
+    assert json.loads(everstep("top", "k8s:j", "--json")[1])["members"] == [members]
+
+
 def test_submit_status_scale_explain_and_logs(at_server: Bench, tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     file.write_text("name: flights\nscript: train.py\nworkers: 2\nps: 2\nmax_workers: 4\nlease_s: 60\nparity: 1+1\n")
@@ -346,6 +447,8 @@ def test_submit_status_scale_explain_and_logs(at_server: Bench, tmp_path: Path) 
     [
         ("wrokers: 2", ["--image", "x"], "workers"),
         ("script: train.py\nworkers: 2", [], "give --image"),
+        ("script: train.py\nstages: 2", ["--image", "x"], "needs mode: pipeline"),
+        ("script: train.py\nmode: pipeline\nps: 2", ["--image", "x"], "not in mode pipeline"),
         ("{", ["--image", "x"], ""),
         ("kind: ElasticJob\napiVersion: train.example.com/v1", [], "expected everstep.io/v1alpha1"),
         ("kind: ElasticJob\napiVersion: everstep.io/v1alpha1", [], "needs metadata and spec"),
@@ -385,6 +488,78 @@ def test_a_cluster_without_the_resources_of_everstep_is_one_line(at_server: Benc
     code, said = everstep("submit", str(file), "--image", "train:1")
     assert code in (2, 4) and "\n" not in said.strip(), said
     assert "everstep crd print" in said, said
+
+
+def older_crd(server: ApiServer, *paths: str) -> None:
+    """Have the cluster know ElasticJob as an earlier version did, without some fields."""
+    crds = server.of(CRDS)
+    server.delete(crds, "", "elasticjobs.everstep.io")
+    old = copy.deepcopy(definitions()[0])
+    for path in paths:
+        *above, name = path.split(".")
+        schema = old["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+        for step in above:
+            schema = schema["properties"][step]
+        del schema["properties"][name]
+        schema.pop("x-kubernetes-validations", None)
+    server.create(crds, "", old)
+
+
+def test_fields_that_the_cluster_would_drop_are_refused(at_server: Bench, tmp_path: Path) -> None:
+    at_server.operator.close()
+    file = tmp_path / "job.yaml"
+    head = "apiVersion: everstep.io/v1alpha1\nkind: ElasticJob\nmetadata: {name: a}\nspec:\n  script: train.py\n"
+    worker = "  worker: {template: {spec: {containers: [{name: main, image: x}]}}}\n"
+    file.write_text(f"{head}{worker}  elasticity: {{maxWait: 5}}\n")
+    code, said = everstep("submit", str(file))
+    assert code == 2 and "spec.elasticity.maxWait: an ElasticJob has no such field" in said, said
+    older_crd(at_server.server, "spec.stages")
+    file.write_text(f"{head}{worker}  mode: Pipeline\n  stages: 2\n")
+    code, said = everstep("submit", str(file))
+    assert code == 2 and said.startswith("spec.stages: the cluster's CRDs are of another version"), said
+    assert "everstep crd print | kubectl apply -f -" in said and "\n" not in said.strip()
+    assert not at_server.server.store.all("elasticjobs"), "nothing was made of half a job"
+
+
+def test_an_operator_works_with_crds_of_an_older_version(bench: Bench) -> None:
+    """What they do not keep is said once, and not written again and again."""
+    older_crd(bench.server, "status.cost", "status.master.restarts")
+    bench.submit(worker={**PRICED, "replicas": 2, "minReplicas": 1, "maxReplicas": 4})
+    until(lambda: bench.phase() == "Running", bench.why)
+    until(lambda: any("status.cost" in line for line in bench.lines), bench.why)
+    bench.operator.close()
+    bench._thread.join(60)
+    for _ in range(3):  # (what the last look left to do)
+        bench.operator.look((NS, "j"))
+    writes = bench.server.store.writes
+    for _ in range(12):
+        bench.operator.look((NS, "j"))
+    assert bench.server.store.writes == writes
+    told = [line for line in bench.lines if "CRDs are of another version" in line]
+    assert "status.master.restarts" in " ".join(told) and len(told) <= 2, told
+
+
+def test_what_is_edited_by_hand_is_put_right_or_followed(bench: Bench) -> None:
+    """A pod that lost its labels is none of the job's any more: another one fills its slot. It goes with the job."""
+    bench.submit()
+    until(lambda: bench.phase() == "Running", bench.why)
+    pods, store = bench.server.of("pods"), bench.server.store
+    bench.server.merge(pods, NS, "j-worker-0-3", {"metadata": {"labels": None}})
+    until(lambda: store.get("pods", NS, "j-worker-0-5"), bench.why)
+    for plural, name in (("secrets", "j-secret"), ("persistentvolumeclaims", "j-master")):
+        bench.server.delete(bench.server.of(plural), NS, name)
+    bench.operator._secrets.clear()  # (it is read anew once a minute)
+    until(lambda: store.get("secrets", NS, "j-secret"), bench.why)
+    until(lambda: store.get("persistentvolumeclaims", NS, "j-master"), bench.why)
+    jobs = bench.server.of("elasticjobs")
+    bench.server.merge(jobs, NS, "j", {"status": {"phase": "Succeeded"}})  # (status has a way of its own)
+    assert bench.phase() == "Running"
+    with pytest.raises(RefusedRequest, match="mode is immutable"):
+        bench.server.merge(jobs, NS, "j", {"spec": {"mode": "Hybrid"}})
+    bench.server.merge(jobs, NS, "j", {"spec": {"worker": {"replicas": 3}}})
+    until(lambda: bench.phase() == "Running" and bench.masters.told and bench.masters.told[-1][0] == 3, bench.why)
+    bench.server.delete(jobs, NS, "j")
+    until(lambda: not store.all("pods", NS), bench.why)
 
 
 def test_names_of_jobs_that_are_not_there(at_server: Bench) -> None:

@@ -327,8 +327,10 @@ def test_what_the_server_refuses_is_a_condition_and_no_hot_loop(why: Refusal) ->
         ({"settings": {"wrokers": 3}}, "wrokers"),
         ({"settings": {"lease_s": 1.0}}, "lease_s = 1.0"),
         ({"settings": {"bind": "x:1"}}, "the operator sets it"),
-        ({"mode": "Pipeline"}, "not yet"),
-        ({"scheduling": {"gang": "Volcano"}}, "not yet"),
+        ({"mode": "Pipeline"}, "spec.ps: not in mode Pipeline"),
+        ({"stages": 2}, "spec.stages = 2: needs mode: Pipeline"),
+        ({"scheduling": {"gang": "Slurm"}}, "expected one of None, Volcano"),
+        ({"scheduling": {"queue": "team"}}, "only Volcano has queues"),
         ({"psProtection": {"strategy": "Parity", "dataShards": 4, "parityShards": 1}}, "parity"),
         ({"worker": {"template": {"spec": {"containers": [{"name": "main", "image": "x"}]}}}}, "spec.script"),
     ],
@@ -338,6 +340,36 @@ def test_a_wrong_job_is_a_condition_with_the_words_of_everstep_run(spec: dict[st
     world.settle(3)
     message = {c["type"]: c["message"] for c in world.job["status"]["conditions"]}["InvalidSpec"]
     assert words in message and "\n" not in message and world.pods == {}
+
+
+def test_an_image_that_is_not_there_or_has_no_everstep_is_told() -> None:
+    """Such a container never ran: its log says nothing."""
+    world = World(job(worker={"restartLimit": 1}))
+    world.work()
+    waiting = {"reason": "ImagePullBackOff", "message": 'Back-off pulling image "trian:1"'}
+    name = name_of(world.of("worker")[0])
+    world.pods[name]["status"]["containerStatuses"] = [{"name": "main", "state": {"waiting": waiting}}]
+    world._change(world.pods[name])
+    world.deliver(100)
+    world.work()
+    shown = {c["type"]: c for c in world.job["status"]["conditions"]}["CannotStart"]
+    assert (
+        shown["status"] == "True" and shown["message"] == f'{name}: ImagePullBackOff: Back-off pulling image "trian:1"'
+    )
+    for _ in range(6):
+        for pod in world.of("worker"):
+            if pod["status"]["phase"] == "Pending":
+                world.run(name_of(pod))
+                ended = {"exitCode": 128, "reason": "StartError", "message": 'exec: "everstep": not found in $PATH'}
+                world.end(name_of(pod), 128)
+                world.pods[name_of(pod)]["status"]["containerStatuses"][0]["state"] = {"terminated": ended}
+                world._change(world.pods[name_of(pod)])
+        world.deliver(1000)
+        world.work()
+        world.now_s += 61.0
+    assert phase(world) == JobPhase.FAILED
+    message = {c["type"]: c["message"] for c in world.job["status"]["conditions"]}["Failed"]
+    assert 'StartError: exec: "everstep": not found in $PATH' in message and "restartLimit is 1" in message
 
 
 def test_deadline_and_time_to_live() -> None:
@@ -375,9 +407,9 @@ happening = st.one_of(
 )
 
 
-def live(happenings: list[tuple[str, int]]) -> None:
+def live(happenings: list[tuple[str, int]], gang: str = "None") -> None:
     """Let it all happen, then let everything work: the job has its pods, and no name ever came twice (``World.do``)."""
-    world = World(job())
+    world = World(job(scheduling={"gang": gang}))
     for what, n in happenings:
         names = sorted(world.pods)
         name = names[n % len(names)] if names else ""
@@ -437,13 +469,13 @@ def live(happenings: list[tuple[str, int]]) -> None:
 
 
 @settings(derandomize=True, deadline=None, max_examples=60)
-@given(st.lists(happening, max_size=60))
-def test_whatever_happens_it_converges_and_no_name_comes_twice(happenings: list[tuple[str, int]]) -> None:
-    live(happenings)
+@given(st.lists(happening, max_size=60), st.sampled_from(["None", "Volcano", "Native"]))
+def test_whatever_happens_it_converges_and_no_name_comes_twice(happenings: list[tuple[str, int]], gang: str) -> None:
+    live(happenings, gang)
 
 
 @pytest.mark.slow
 @settings(deadline=None, max_examples=500)
-@given(st.lists(happening, max_size=150))
-def test_whatever_happens_at_length(happenings: list[tuple[str, int]]) -> None:
-    live(happenings)
+@given(st.lists(happening, max_size=150), st.sampled_from(["None", "Volcano", "SchedulerPlugins", "Native"]))
+def test_whatever_happens_at_length(happenings: list[tuple[str, int]], gang: str) -> None:
+    live(happenings, gang)

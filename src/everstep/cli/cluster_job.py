@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -13,20 +14,24 @@ from everstep.config.load import load_spec
 from everstep.config.spec import JobSpec
 from everstep.errors import ConfigError, UserError
 from everstep.platforms.kubernetes.api_client import ApiReason, ApiServerError, ClusterClient
+from everstep.platforms.kubernetes.crds import definitions
 from everstep.platforms.kubernetes.job import out_of, settings_of
 from everstep.platforms.kubernetes.kinds import (
     API_VERSION,
     CONTAINER,
     JOB_LABEL,
+    OVER,
     ROLE_LABEL,
     Kind,
     Object,
     Place,
+    dropped,
     name_of,
 )
 
 PREFIX: Final = "k8s:"
-_SIZES: Final = ("name", "mode", "workers", "ps", "min_workers", "max_workers", "min_ps", "max_ps", "parity")
+_MODES: Final = {"ps": "ParameterServer", "allreduce": "AllReduce", "pipeline": "Pipeline"}
+_SIZES: Final = ("name", "mode", "stages", "workers", "ps", "min_workers", "max_workers", "min_ps", "max_ps", "parity")
 _HERE: Final = ("script", "args", "run_dir", "bind", "files_port", "capacity", "nodes", "master_alone")
 
 
@@ -81,6 +86,8 @@ def submit(file: Path, context: str, namespace: str, image: str, out: str = "") 
     settings_of(job)
     refuse_other_job(ClusterJob(client, where, name_of(job)), job)
     try:
+        if unknown := dropped(job["spec"], client.apply(Kind.JOB, where, job, force=False, dry=True)["spec"], "spec"):
+            raise ConfigError(unknown_words(unknown))
         done = client.apply(Kind.JOB, where, job, force=False)
     except ApiServerError as error:
         if error.reason is ApiReason.NOT_FOUND and not knows_jobs(client, where):
@@ -90,6 +97,25 @@ def submit(file: Path, context: str, namespace: str, image: str, out: str = "") 
         raise
     made = "created" if int(done["metadata"].get("generation", 1)) == 1 else "changed"
     click.echo(f"elasticjob/{name_of(job)} {made} in {where}; everstep status k8s:{name_of(job)}")
+
+
+def unknown_words(paths: list[str]) -> str:
+    """Return what is said of fields that a cluster would drop: nobody knows them, or its CRDs are older."""
+    schema = definitions()[0]["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+
+    def is_ours(path: str) -> bool:
+        here = schema
+        for name in path.split("."):
+            here = (here.get("properties") or {}).get(name) or {}
+        return bool(here)
+
+    ours = [path for path in paths if is_ours(path)]
+    if strange := [path for path in paths if path not in ours]:
+        return f"{strange[0]}: an ElasticJob has no such field; everstep crd print lists them"
+    return (
+        f"{ours[0]}: the cluster's CRDs are of another version, and do not know it: "
+        "everstep crd print | kubectl apply -f -"
+    )
 
 
 def refuse_other_job(there: ClusterJob, job: Object) -> None:
@@ -145,8 +171,10 @@ def elastic_job(spec: JobSpec, origins: dict[str, str], image: str) -> Object:
     settings = {n: list(v) if isinstance(v, tuple) else v for n, v in given.items() if n not in (*_SIZES, *_HERE)}
     template = {"spec": {"containers": [{"name": CONTAINER, "image": image}]}}
     worker: Object = {"replicas": spec.workers, "template": template}
-    mode = "ParameterServer" if spec.mode == "ps" else "Hybrid" if spec.ps else "AllReduce"
+    mode = "Hybrid" if spec.mode == "allreduce" and spec.ps else _MODES[spec.mode]
     body: Object = {"mode": mode, "script": spec.script, "args": list(spec.args), "worker": worker}
+    if spec.stages > 1:
+        body["stages"] = spec.stages
     if spec.ps:
         body["ps"] = {"replicas": spec.ps, "template": template}
     for role in ("workers", "ps"):
@@ -174,6 +202,40 @@ def status(run_dir: Path, as_json: bool) -> None:
         return
     for line in status_lines(job):
         click.echo(line)
+
+
+def top(run_dir: Path, once: bool, as_json: bool) -> None:
+    """Show who is slow and why, as the operator wrote it last, until Ctrl-C or the job's end; ``once``: one picture."""
+    from everstep.cli.top import EVERY_S
+
+    at, shown = find(run_dir), ""
+    while True:
+        job = at.read()
+        speed = (job.get("status") or {}).get("speed") or {}
+        if as_json:
+            click.echo(json.dumps(speed))
+            return
+        if once or speed.get("time", "-") != shown:
+            shown = str(speed.get("time", "-"))
+            for line in top_lines(job):
+                click.echo(line)
+        if once:
+            return
+        if (job.get("status") or {}).get("phase") in tuple(OVER):
+            click.echo("the job has ended")
+            return
+        time.sleep(EVERY_S)
+
+
+def top_lines(job: Object) -> list[str]:
+    """Return the table of members, slowest first, as plain text."""
+    from everstep.cli.top import aligned
+
+    speed = (job.get("status") or {}).get("speed") or {}
+    if not speed.get("words"):
+        return [f"{name_of(job)}: nothing is known yet of how fast its members are; everstep status k8s:{name_of(job)}"]
+    members = speed.get("members") or []
+    return [f"{speed.get('time')}  {speed['words']}", *aligned(members)]
 
 
 def _shown(job: Object) -> Object:

@@ -15,6 +15,7 @@ import click
 
 from everstep.brain.events import ScaleAsked, SuspendAsked
 from everstep.cli.link import ask_address
+from everstep.cli.top import HEAD, headline, rows
 from everstep.errors import ConfigError
 from everstep.ids import NodeId
 from everstep.model.job_view import JobView
@@ -41,7 +42,7 @@ class MastersByNetwork:
 
     def report(self, host: str, secret: str) -> MasterReport:
         """Raise EverstepError: it does not answer."""
-        view = self._ask(host, secret, GetStatus(False))
+        view = self._ask(host, secret, GetStatus(True))
         assert isinstance(view, JobView)
         return report_of(view)
 
@@ -94,6 +95,8 @@ def report_of(view: JobView) -> MasterReport:
         membership=view.group.generation if view.group else view.placement.version if view.placement else 0,
         checkpoint=checkpoint.newest if checkpoint else 0,
         checkpoint_at=checkpoint.at if checkpoint else 0.0,
+        headline=headline(view) if view.speed is not None else "",
+        slowest=tuple({name: cell for name, cell in zip(HEAD, row, strict=True) if cell} for row in rows(view)),
     )
 
 

@@ -324,7 +324,7 @@ def top(run_dir: Path, once: bool, as_json: bool) -> None:
     if str(run_dir).startswith("k8s:"):
         from everstep.cli import cluster_job
 
-        cluster_job.status(run_dir, as_json)
+        cluster_job.top(run_dir, once, as_json)
         return
     show_top(run_dir, once, as_json)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -104,12 +105,14 @@ def _row(j: Judged, m: WorkerSeen | ServerSeen) -> tuple[str, ...]:
 
 def lines(view: JobView) -> list[str]:
     """Return the table as plain text."""
-    cells = [HEAD, *rows(view)]
+    return [headline(view), *aligned([dict(zip(HEAD, row, strict=True)) for row in rows(view)])]
+
+
+def aligned(members: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return lines of a table whose columns are ``HEAD``; a member says of itself what it has."""
+    cells = [HEAD, *(tuple(str(member.get(name, "")) for name in HEAD) for member in members)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(HEAD))]
-    return [
-        headline(view),
-        *("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells),
-    ]
+    return ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
 
 
 def headline(view: JobView) -> str:

@@ -17,6 +17,13 @@ class Create(msgspec.Struct, frozen=True):
     body: Object
 
 
+class Apply(msgspec.Struct, frozen=True):
+    """Make an object be as it is said here, whether it is there or not."""
+
+    kind: Kind
+    body: Object
+
+
 class MakeSecret(msgspec.Struct, frozen=True):
     """Create the job's Secret, with a fresh secret in it."""
 
@@ -71,7 +78,9 @@ class AskSuspend(msgspec.Struct, frozen=True):
     """Ask the job's master to make its state safe and end."""
 
 
-Action = Create | MakeSecret | Delete | SetReplicas | SetSuspend | SetFinalizers | SetRequest | TellSize | AskSuspend
+Action = (
+    Create | Apply | MakeSecret | Delete | SetReplicas | SetSuspend | SetFinalizers | SetRequest | TellSize | AskSuspend
+)
 
 
 class Refusal(StrEnum):
@@ -81,10 +90,11 @@ class Refusal(StrEnum):
     FORBIDDEN = "Forbidden"
     TERMINATING = "NamespaceTerminating"
     INVALID = "TemplateInvalid"
+    GANG = "GangRefused"
 
 
 class CreateRefused(msgspec.Struct, frozen=True):
-    """Is the last refusal to create a pod of this job."""
+    """Is the last refusal to create a pod of this job, or its PodGroup."""
 
     why: Refusal
     message: str
@@ -104,10 +114,13 @@ class MasterReport(msgspec.Struct, frozen=True):
     membership: int = 0  # how often the members have changed: the placement's version, or the group's generation
     checkpoint: int = 0  # the newest that is whole; 0: none
     checkpoint_at: float = 0.0  # seconds since 1970
+    headline: str = ""  # how fast the job is, in words; "": not known yet
+    slowest: tuple[Mapping[str, str], ...] = ()  # members, slowest first: what ``status.speed`` has of each
 
 
 class Seen(msgspec.Struct, frozen=True):
-    """Is all that one look at a job takes into account. ``nodes`` None: the operator may not read nodes."""
+    """Is all that one look at a job takes into account. ``nodes`` None: the operator may not read nodes. ``gang`` None:
+    there is no PodGroup of the job."""
 
     job: Object
     now_s: float
@@ -117,6 +130,7 @@ class Seen(msgspec.Struct, frozen=True):
     nodes: Mapping[str, Object] | None = None
     report: MasterReport | None = None
     refused: CreateRefused | None = None
+    gang: Object | None = None
 
 
 class JobPlan(msgspec.Struct, frozen=True):

@@ -102,8 +102,8 @@ class ClusterClient(Protocol):
         """Create an object; return it as it is stored."""
         ...
 
-    def apply(self, kind: Kind, namespace: str, body: Object, force: bool = False) -> Object:
-        """Write the fields of ``body`` as this program's own (server-side apply)."""
+    def apply(self, kind: Kind, namespace: str, body: Object, force: bool = False, dry: bool = False) -> Object:
+        """Write the fields of ``body`` as this program's own (server-side apply). ``dry``: only say what would be."""
         ...
 
     def apply_status(self, kind: Kind, namespace: str, body: Object) -> Object:

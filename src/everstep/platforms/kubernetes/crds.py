@@ -8,6 +8,7 @@ from typing import Any, Final
 from everstep.platforms.kubernetes.kinds import API_VERSION, GROUP, VERSION, Kind, Object
 
 COUNT_MAX: Final = 10_000
+STAGES_MAX: Final = 1_024
 Schema = dict[str, Any]
 
 
@@ -96,6 +97,7 @@ _SPOT: Final = _struct(
 _SPEC: Final = _struct(
     {
         "mode": _one_of("AllReduce", "AllReduce", "ParameterServer", "Hybrid", "Pipeline"),
+        "stages": _whole(1, STAGES_MAX),
         "suspend": {"type": "boolean", "default": False},
         "managedBy": _text(),
         "out": _text(1024),
@@ -155,6 +157,11 @@ _SPEC: Final = _struct(
         "!(self.mode in ['ParameterServer', 'Hybrid']) || has(self.ps)",
         "modes ParameterServer and Hybrid need ps",
     ),
+    ("!has(self.stages) || self.mode == 'Pipeline'", "stages are of mode Pipeline"),
+    (
+        "has(self.stages) == has(oldSelf.stages) && (!has(self.stages) || self.stages == oldSelf.stages)",
+        "stages are immutable: everstep resume changes them",
+    ),
     (
         "has(self.managedBy) == has(oldSelf.managedBy) && "
         "(!has(self.managedBy) || self.managedBy == oldSelf.managedBy)",
@@ -207,6 +214,18 @@ _STATUS: Final = _struct(
         "completionTime": _TIME,
         "waitingSince": _TIME,
         "progress": _struct({"step": _LONG, "samples": _LONG, "percent": _whole(0, 100), "time": _TIME}),
+        "speed": _struct(
+            {
+                "time": _TIME,
+                "words": {"type": "string"},
+                "members": {
+                    "type": "array",
+                    "items": {"type": "object", "additionalProperties": _text(1024), "maxProperties": 16},
+                    "maxItems": 50,
+                    "x-kubernetes-list-type": "atomic",
+                },
+            }
+        ),
         "checkpoint": _struct({"number": _LONG, "step": _LONG, "time": _TIME, "trigger": {"type": "string"}}),
         "disruptions": {
             "type": "array",

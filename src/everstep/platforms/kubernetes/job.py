@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 
 from everstep.config.load import load_spec
 from everstep.errors import ConfigError
-from everstep.platforms.kubernetes.kinds import CONTAINER, FILES_PORT, MASTER_PORT, Object, Place, name_of
+from everstep.platforms.kubernetes.kinds import CONTAINER, FILES_PORT, MASTER_PORT, Gang, Object, Place, name_of
 from everstep.storage.places import open_place
 
 NAME_MAX: Final = 40
@@ -17,7 +17,12 @@ RUN_DIR: Final = "/everstep/run"
 CHECKPOINTS: Final = "checkpoints"
 MODEL: Final = "model"
 """Folders of ``spec.out``."""
-_MODES: Final = {"AllReduce": "allreduce", "Hybrid": "allreduce", "ParameterServer": "ps"}
+_MODES: Final = {
+    "AllReduce": "allreduce",
+    "Hybrid": "allreduce",
+    "ParameterServer": "ps",
+    "Pipeline": "pipeline",
+}
 _TIMEOUTS: Final = {"Suspend": "suspend", "Fail": "fail", "Run": "run"}
 _RECOVERIES: Final = {"WaitForAll": "wait_for_all", "RunWithAvailable": "run_with_available"}
 _BATCHES: Final = {"Fixed": "fixed", "ScaleWithWorkers": "scale"}
@@ -96,6 +101,21 @@ def check_prices(job: Object) -> None:
         raise ConfigError(f"spec.cost.budget = {budget}: does not pay for an hour of one pod ({min(given)}); give more")
 
 
+def gang_of(job: Object) -> Gang:
+    """Return which scheduler starts a job's pods together. Raises ConfigError."""
+    asked = str((job["spec"].get("scheduling") or {}).get("gang", Gang.NONE))
+    if asked not in tuple(Gang):
+        raise ConfigError(f"spec.scheduling.gang = {asked!r}: expected one of {', '.join(Gang)}")
+    return Gang(asked)
+
+
+def check_scheduling(job: Object) -> None:
+    """Raise ConfigError: a scheduler that there is none of, or a queue that nobody reads."""
+    queue = (job["spec"].get("scheduling") or {}).get("queue")
+    if gang_of(job) is not Gang.VOLCANO and queue:
+        raise ConfigError(f"spec.scheduling.queue = {queue!r}: only Volcano has queues; leave it out")
+
+
 def out_of(job: Object) -> str:
     """Return where what a job leaves is written; "": nowhere."""
     return str(job["spec"].get("out") or "").rstrip("/")
@@ -119,10 +139,12 @@ def settings_of(job: Object) -> dict[str, Any]:
             f"metadata.name = {name!r}: at most {NAME_MAX} characters, without dots: pods are called after it"
         )
     if spec.get("mode", "AllReduce") not in _MODES:
-        raise ConfigError(f"spec.mode = {spec.get('mode')!r}: not yet on Kubernetes; use {', '.join(_MODES)}")
-    gang = (spec.get("scheduling") or {}).get("gang", "None")
-    if gang != "None":
-        raise ConfigError(f"spec.scheduling.gang = {gang!r}: not yet; leave it out (pods are started one by one)")
+        raise ConfigError(f"spec.mode = {spec.get('mode')!r}: expected one of {', '.join(_MODES)}")
+    if spec.get("ps") and spec.get("mode") == "Pipeline":
+        raise ConfigError("spec.ps: not in mode Pipeline: a model in stages has no tables on the ps; leave it out")
+    if "stages" in spec and spec.get("mode") != "Pipeline":
+        raise ConfigError(f"spec.stages = {spec['stages']}: needs mode: Pipeline; other modes cut no model into stages")
+    check_scheduling(job)
     given = dict(spec.get("settings") or {})
     for field in _OURS:
         if field in given:
@@ -140,6 +162,8 @@ def settings_of(job: Object) -> dict[str, Any]:
         "bind": f"0.0.0.0:{MASTER_PORT}",
         "files_port": FILES_PORT,
     }
+    if "stages" in spec:
+        settings["stages"] = int(spec["stages"])
     if wanted.ps:
         settings["max_ps"] = int(servers.get("maxReplicas", 0))
         settings["min_ps"] = int(servers.get("minReplicas", 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from enum import StrEnum
 from typing import Any, Final
 
@@ -44,6 +45,9 @@ class Kind(StrEnum):
     LEASE = "Lease"
     EVENT = "Event"
     QUOTA = "ResourceQuota"
+    VOLCANO_GROUP = "PodGroup.scheduling.volcano.sh"
+    PLUGINS_GROUP = "PodGroup.scheduling.x-k8s.io"
+    NATIVE_GROUP = "PodGroup.scheduling.k8s.io"  # (three kinds of one name: a cluster may have all)
 
 
 class Place(StrEnum):
@@ -52,6 +56,15 @@ class Place(StrEnum):
     MASTER = "master"
     PS = "ps"
     WORKER = "worker"
+
+
+class Gang(StrEnum):
+    """Says which scheduler starts a job's pods together: ``spec.scheduling.gang``."""
+
+    NONE = "None"
+    VOLCANO = "Volcano"
+    SCHEDULER_PLUGINS = "SchedulerPlugins"
+    NATIVE = "Native"
 
 
 class JobPhase(StrEnum):
@@ -92,6 +105,9 @@ class Condition(StrEnum):
     INVALID_SPEC = "InvalidSpec"
     TEMPLATE_INVALID = "TemplateInvalid"
     BUDGET_SPENT = "BudgetSpent"
+    WAITING = "Waiting"
+    GANG_REFUSED = "GangRefused"
+    CANNOT_START = "CannotStart"
     OUT_WRITTEN = "OutWritten"
     OUT_NOT_WRITTEN = "OutNotWritten"
     COMPLETE = "Complete"
@@ -101,6 +117,28 @@ class Condition(StrEnum):
 def name_of(thing: Object) -> str:
     """Return an object's name."""
     return str(thing["metadata"]["name"])
+
+
+def dropped(sent: Object, kept: Object, at: str = "") -> list[str]:
+    """Return the paths of fields that were sent to a server and are not in what it keeps: it does not know them."""
+    out = []
+    for name, value in sent.items():
+        path = f"{at}.{name}" if at else name
+        if name not in kept:
+            out += [path] if value not in ({}, [], None) else []
+        elif isinstance(value, dict) and isinstance(kept[name], dict):
+            out += dropped(value, kept[name], path)
+    return out
+
+
+def without(thing: Object, paths: Collection[str], at: str = "") -> Object:
+    """Return an object without the fields at some paths."""
+    out = {}
+    for name, value in thing.items():
+        path = f"{at}.{name}" if at else name
+        if path not in paths:
+            out[name] = without(value, paths, path) if isinstance(value, dict) else value
+    return out
 
 
 def uid_of(thing: Object) -> str:

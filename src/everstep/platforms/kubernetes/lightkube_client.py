@@ -43,15 +43,19 @@ _PLURALS: Final = {
     Kind.LEASE: ("coordination.k8s.io", "v1", "leases"),
     Kind.EVENT: ("", "v1", "events"),
     Kind.QUOTA: ("", "v1", "resourcequotas"),
+    Kind.VOLCANO_GROUP: ("scheduling.volcano.sh", "v1beta1", "podgroups"),
+    Kind.PLUGINS_GROUP: ("scheduling.x-k8s.io", "v1alpha1", "podgroups"),
+    Kind.NATIVE_GROUP: ("scheduling.k8s.io", "v1alpha2", "podgroups"),
 }
 _REQUEST_S: Final = 30.0
 
 
 def _resource(kind: Kind) -> Any:
     group, version, plural = _PLURALS[kind]
+    name = kind.value.partition(".")[0]
     if kind is Kind.NODE:
-        return create_global_resource(group, version, kind.value, plural)
-    return create_namespaced_resource(group, version, kind.value, plural)
+        return create_global_resource(group, version, name, plural)
+    return create_namespaced_resource(group, version, name, plural)
 
 
 _RESOURCES: Final = {kind: _resource(kind) for kind in Kind}
@@ -139,10 +143,10 @@ class LightkubeClient:
         what = f"create {kind.value} {name_of(body)}"
         return plain(self._ask(what, lambda: self._client.create(made, namespace=namespace or None)))
 
-    def apply(self, kind: Kind, namespace: str, body: Object, force: bool = False) -> Object:
+    def apply(self, kind: Kind, namespace: str, body: Object, force: bool = False, dry: bool = False) -> Object:
         made = self._resources[kind].from_dict(body)
-        what = f"apply {kind.value} {name_of(body)}"
-        return plain(self._ask(what, lambda: self._client.apply(made, namespace=namespace or None, force=force)))
+        what, where = f"apply {kind.value} {name_of(body)}", namespace or None
+        return plain(self._ask(what, lambda: self._client.apply(made, namespace=where, force=force, dry_run=dry)))
 
     def apply_status(self, kind: Kind, namespace: str, body: Object) -> Object:
         made = self._resources[kind].Status.from_dict(body)

@@ -24,6 +24,9 @@ RULES: Final = (
     _rule("", ["resourcequotas"], "list"),
     _rule("", ["events"], "create"),
     _rule("policy", ["poddisruptionbudgets"], "list", "watch", "create"),
+    _rule("scheduling.volcano.sh", ["podgroups"], "get", "create", "patch", "delete"),
+    _rule("scheduling.x-k8s.io", ["podgroups"], "get", "create", "patch", "delete"),
+    _rule("scheduling.k8s.io", ["podgroups"], "get", "create", "patch", "delete"),
     _rule("coordination.k8s.io", ["leases"], "get", "create", "patch"),
 )
 """What the operator may do in its namespace."""

@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
+from everstep.platforms.kubernetes.gangs import enroll
 from everstep.platforms.kubernetes.job import RUN_DIR, has_ps, main_container, out_of, role_spec
 from everstep.platforms.kubernetes.kinds import (
     API_VERSION,
@@ -159,6 +160,14 @@ def pod(
     job: Object, place: Place, slot: int, serial: int, settings: Mapping[str, Any], on_demand: bool = False
 ) -> Object:
     """Return the pod that fills a slot. ``on_demand``: it need not be on a spot machine, whatever the job prefers."""
+    made = _pod(job, place, slot, serial, settings, on_demand)
+    enroll(job, place, made["metadata"], made["spec"])
+    return made
+
+
+def _pod(
+    job: Object, place: Place, slot: int, serial: int, settings: Mapping[str, Any], on_demand: bool = False
+) -> Object:
     name = pod_name(job, place, slot, serial)
     template = copy.deepcopy(_template(job, place))
     given = template.get("metadata") or {}
@@ -194,7 +203,7 @@ def pod(
 def out_pod(job: Object, serial: int) -> Object:
     """Return the pod that writes what a job leaves to ``spec.out``. It has the image, the rights and the mounts of the
     master, and the master's volume."""
-    made = pod(job, Place.MASTER, 0, serial, {})
+    made = _pod(job, Place.MASTER, 0, serial, {})
     spec, kept = made["spec"], ("name", "namespace", "uid")
     made["metadata"]["name"] = f"{name_of(job)}-{OUT_ROLE}-{serial}"
     made["metadata"]["labels"][ROLE_LABEL] = OUT_ROLE
@@ -209,7 +218,7 @@ def out_pod(job: Object, serial: int) -> Object:
         },
         "status": job.get("status") or {},
     }
-    text = json.dumps(about, sort_keys=True).replace("$", "\\u0024")  # (the cluster would expand $(NAME))
+    text = _plain_json(about)
     container = main_container({"spec": spec})
     container["command"] = ["everstep", "pod", "out", "--run-dir", f"{RUN_DIR}/job", "--to", out_of(job)]
     ours = ("EVERSTEP_POD_SETTINGS", "EVERSTEP_POD_UNSUSPEND", "EVERSTEP_POD_SECRET")
@@ -244,12 +253,17 @@ def _env(job: Object, place: Place, settings: Mapping[str, Any]) -> list[Object]
     key = {"name": secret_name(job), "key": SECRET_KEY}
     env.append({"name": "EVERSTEP_POD_SECRET", "valueFrom": {"secretKeyRef": key}})
     if place is Place.MASTER:
-        env.append({"name": "EVERSTEP_POD_SETTINGS", "value": json.dumps(settings, sort_keys=True)})
+        env.append({"name": "EVERSTEP_POD_SETTINGS", "value": _plain_json(settings)})
         env.append({"name": "EVERSTEP_POD_UNSUSPEND", "value": "" if job["spec"].get("suspend") else "1"})
         if out := out_of(job):
             env.append({"name": "EVERSTEP_POD_OUT", "value": out})
             env.append({"name": "EVERSTEP_POD_UID", "value": uid_of(job)})
     return env
+
+
+def _plain_json(value: Any) -> str:
+    """Return JSON in which the cluster finds no $(NAME) that it would expand."""
+    return json.dumps(value, sort_keys=True).replace("$", "\\u0024")
 
 
 def _volume(job: Object, place: Place) -> Object:

@@ -13,9 +13,10 @@ from typing import Final, NamedTuple, Protocol
 
 from everstep.errors import EverstepError
 from everstep.net.retry import backoff
-from everstep.platforms.kubernetes import objects
+from everstep.platforms.kubernetes import gangs, objects
 from everstep.platforms.kubernetes.actions import (
     Action,
+    Apply,
     AskSuspend,
     Create,
     CreateRefused,
@@ -36,7 +37,18 @@ from everstep.platforms.kubernetes.api_client import (
     Cache,
     ClusterClient,
 )
-from everstep.platforms.kubernetes.kinds import API_VERSION, JOB_LABEL, Kind, Object, Place, name_of, owner_uid, uid_of
+from everstep.platforms.kubernetes.kinds import (
+    API_VERSION,
+    JOB_LABEL,
+    Kind,
+    Object,
+    Place,
+    dropped,
+    name_of,
+    owner_uid,
+    uid_of,
+    without,
+)
 from everstep.platforms.kubernetes.pods import PodState, facts_of
 from everstep.platforms.kubernetes.reconcile import reconcile
 from everstep.platforms.kubernetes.scale_requests import carry_out
@@ -47,8 +59,11 @@ ASK_S: Final = 4.0
 REPORT_S: Final = 12.0
 """So long what a master said counts."""
 SECRET_S: Final = 60.0
+GANG_S: Final = 60.0
+"""So long a PodGroup that was read counts."""
 _REFUSED_S: Final = 20.0
 _AGAIN_MAX_S: Final = 60.0
+_NEW_CRDS: Final = "everstep crd print | kubectl apply -f -"
 _WATCHED: Final = (
     Kind.JOB,
     Kind.SCALE_OUT,
@@ -156,9 +171,11 @@ class Operator:
         self._refused_kinds: set[Kind] = set()
         self._reports: dict[str, _Known] = {}
         self._secrets: dict[str, tuple[float, str]] = {}
+        self._gangs: dict[str, tuple[float, Object | None]] = {}  # PodGroups, by the uid of their job
         self._refusals: dict[str, tuple[float, CreateRefused]] = {}
         self._asking: set[tuple[str, bool]] = set()  # jobs, by uid, whose master is being asked (True: for a report)
         self._without_events = False
+        self._unkept: set[str] = set()  # fields of a status that the cluster does not know
         self._over = threading.Event()
 
     def __repr__(self) -> str:
@@ -298,9 +315,10 @@ class Operator:
             nodes,
             self._report_of(job, pods),
             self._refusal_of(job),
+            self._gang_of(job),
         )
         plan = reconcile(seen)
-        if plan.status is not None:
+        if plan.status is not None and self._is_news(job, plan.status):
             self._write_status(job, plan.status)
         for action in plan.actions:
             self._do(namespace, job, action, tuple(pods))
@@ -310,7 +328,17 @@ class Operator:
     def _write_status(self, job: Object, status: Object) -> None:
         meta = {k: job["metadata"][k] for k in ("name", "namespace", "resourceVersion")}
         body = {"apiVersion": API_VERSION, "kind": Kind.JOB.value, "metadata": meta, "status": status}
-        self._made(Kind.JOB, self._client.apply_status(Kind.JOB, meta["namespace"], body))
+        written = self._client.apply_status(Kind.JOB, meta["namespace"], body)
+        self._made(Kind.JOB, written)
+        unknown = set(dropped(status, written.get("status") or {})) - self._unkept
+        if unknown:
+            self._unkept |= unknown
+            names = ", ".join(f"status.{name}" for name in sorted(unknown))
+            self._say(f"the cluster's CRDs are of another version, and do not keep {names}: {_NEW_CRDS}")
+
+    def _is_news(self, job: Object, status: Object) -> bool:
+        """Return whether a status says anything new that this cluster's CRDs keep."""
+        return not self._unkept or without(status, self._unkept) != (job.get("status") or {})
 
     def _made(self, kind: Kind, thing: Object) -> None:
         with self._lock:
@@ -322,6 +350,8 @@ class Operator:
         match action:
             case Create(kind, body):
                 self._create(job, namespace, kind, body)
+            case Apply(kind, body) if job is not None:
+                self._apply_gang(job, kind, body)
             case MakeSecret() if job is not None:
                 body = objects.secret(job, self._link.fresh_secret())
                 self._create(job, namespace, Kind.SECRET, body)
@@ -358,14 +388,51 @@ class Operator:
                 self._without_events = True
                 return
             if kind is Kind.POD and job is not None and (why := self._why(namespace, error)) is not None:
-                until = time.monotonic() + _REFUSED_S
-                self._refusals[uid_of(job)] = until, CreateRefused(why, str(error))
-                self._say(f"{error}; again in {_REFUSED_S:g} s")
-                self.queue.put((namespace, name_of(job)))
+                self._refuse(job, CreateRefused(why, str(error)))
                 return
             raise
         if kind in self._caches:
             self._made(kind, made)
+
+    def _apply_gang(self, job: Object, kind: Kind, body: Object) -> None:
+        """Make a job's PodGroup. A cluster that has none of them is a refusal that the job's conditions tell."""
+        namespace = str(job["metadata"]["namespace"])
+        try:
+            made = self._client.apply(kind, namespace, body, force=True)
+        except ApiServerError as error:
+            if error.passing or error.reason is ApiReason.CONFLICT:
+                raise
+            words, why = str(error), Refusal.GANG
+            if error.reason is ApiReason.FORBIDDEN:
+                why = Refusal.FORBIDDEN
+            elif error.reason is ApiReason.NOT_FOUND:
+                words = gangs.missing_words(kind)
+            self._refuse(job, CreateRefused(why, words))
+            return
+        self._gangs[uid_of(job)] = time.monotonic(), made
+        self.queue.put((namespace, name_of(job)))
+
+    def _gang_of(self, job: Object) -> Object | None:
+        """Return a job's PodGroup; None: there is none. It is read anew now and then."""
+        kind, uid = gangs.kind_of(job), uid_of(job)
+        if kind is None:
+            return None
+        at, found = self._gangs.get(uid, (-GANG_S, None))
+        if time.monotonic() - at >= GANG_S:
+            try:
+                found = self._client.get(kind, job["metadata"]["namespace"], name_of(job))
+            except ApiServerError as error:
+                if error.reason not in (ApiReason.NOT_FOUND, ApiReason.FORBIDDEN):
+                    raise
+                found = None
+            self._gangs[uid] = time.monotonic(), found
+        return found
+
+    def _refuse(self, job: Object, refused: CreateRefused) -> None:
+        """Remember for a while that something was refused."""
+        self._refusals[uid_of(job)] = time.monotonic() + _REFUSED_S, refused
+        self._say(f"{refused.message}; again in {_REFUSED_S:g} s")
+        self.queue.put((str(job["metadata"]["namespace"]), name_of(job)))
 
     def _delete(self, kind: Kind, namespace: str, name: str, uid: str, grace_s: int | None) -> None:
         try:
@@ -373,6 +440,7 @@ class Operator:
         except ApiServerError as error:
             if error.reason not in (ApiReason.NOT_FOUND, ApiReason.CONFLICT):
                 raise
+        self._gangs = {of: held for of, held in self._gangs.items() if held[1] is None or uid_of(held[1]) != uid}
 
     def _why(self, namespace: str, error: ApiServerError) -> Refusal | None:
         """Return for what kind of reason a pod was refused; None: another try may do. Of 403 the server says its kind

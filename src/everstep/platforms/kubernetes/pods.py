@@ -27,6 +27,19 @@ NODE_CONDITIONS: Final = frozenset({"InstanceExpired", "TerminationScheduled"})
 OVERDUE_S: Final = 60.0
 """So long after its time a pod that is being deleted counts as stuck on a node that is dead."""
 SUSPENDED_CODE: Final = 7
+_NO_START: Final = frozenset(
+    {
+        "ErrImagePull",
+        "ImagePullBackOff",
+        "InvalidImageName",
+        "ErrImageNeverPull",
+        "CreateContainerConfigError",
+        "CreateContainerError",
+        "RunContainerError",
+    }
+)
+_NO_RUN: Final = frozenset({"ContainerCannotRun", "StartError"})
+_WORDS_MAX: Final = 400
 FINAL_CODES: Final = frozenset({1, 2, 3, 4, 5, 6, 130})
 """Exit codes by which a master says that its job is over; others are losses of the pod."""
 
@@ -126,6 +139,19 @@ def _ending(status: Object) -> tuple[int | None, float, bool]:
         code, at = int(state.get("exitCode", 0)), seconds_of(state.get("finishedAt"))
         return code, at, state.get("reason") == EndReason.OUT_OF_MEMORY
     return None, 0.0, False
+
+
+def cannot_start(pod: Object) -> str:
+    """Return why the container of a pod cannot start, in the node's words; "": nothing is said. Such as an image that
+    is not there, or one without everstep."""
+    for container in (pod.get("status") or {}).get("containerStatuses") or []:
+        state = container.get("state") or {}
+        waiting, ended = state.get("waiting") or {}, state.get("terminated") or {}
+        for found, reasons in ((waiting, _NO_START), (ended, _NO_RUN)):
+            if found.get("reason") in reasons:
+                words = " ".join(str(found.get("message") or "").split())
+                return f"{found['reason']}: {words}"[:_WORDS_MAX].rstrip(": ")
+    return ""
 
 
 def _true(status: Object) -> set[str]:

@@ -10,9 +10,10 @@ from __future__ import annotations
 from typing import Any, Final
 
 from everstep.errors import ConfigError
-from everstep.platforms.kubernetes import job_cost, objects
+from everstep.platforms.kubernetes import gangs, job_cost, objects
 from everstep.platforms.kubernetes.actions import (
     Action,
+    Apply,
     AskSuspend,
     Create,
     Delete,
@@ -48,6 +49,7 @@ from everstep.platforms.kubernetes.pods import (
     PodNotice,
     PodState,
     Source,
+    cannot_start,
     facts_of,
     notice_of,
     seconds_of,
@@ -62,6 +64,8 @@ LOOK_S: Final = 5.0
 REFUSED_S: Final = 30.0
 PROGRESS_S: Final = 30.0
 """So often progress is written, if nothing else is to be."""
+MEMBERS_SHOWN: Final = 50
+"""So many members, the slowest, the status of a job tells about."""
 WAIT_TIMEOUT: Final = "WaitTimeout"
 PODS_LEAVE: Final = "PodsLeave"
 _PAUSE_MAX_S: Final = 60.0
@@ -71,6 +75,7 @@ _CONDITIONS: Final = {
     Refusal.QUOTA: Condition.QUOTA_EXCEEDED,
     Refusal.FORBIDDEN: Condition.FORBIDDEN,
     Refusal.INVALID: Condition.TEMPLATE_INVALID,
+    Refusal.GANG: Condition.GANG_REFUSED,
 }
 
 
@@ -170,6 +175,7 @@ class _Look:
             ended = pod.state in (PodState.SUCCEEDED, PodState.FAILED)
             if policy == "All" or (policy == "Running" and not ended):
                 self._delete(pod)
+        self._disband()
         self._write_leavings()
         ttl_s = self._job["spec"].get("ttlSecondsAfterFinished")
         if ttl_s is None:
@@ -214,10 +220,12 @@ class _Look:
             return
         self._own()
         self._heed_notices()
+        self._say_what_cannot_start()
         for place in Place:
             self._replace_failed(place)
             if status.over:
                 return
+        self._gather()
         if self._gives_up_waiting():
             return
         for place in Place:
@@ -235,6 +243,32 @@ class _Look:
                 self._actions.append(Create(Kind(body["kind"]), body))
         if (Kind.SECRET, objects.secret_name(self._job)) not in self._seen.others:
             self._actions.append(MakeSecret())
+
+    def _gather(self) -> None:
+        """Have the pods that the job needs placed together, where it asks for that."""
+        group, status = gangs.pod_group(self._job), self._status
+        if group is None:
+            status.say(Condition.WAITING, False)
+            return
+        kind = gangs.kind_of(self._job)
+        assert kind is not None
+        if self._seen.refused is None and not gangs.is_as_wanted(self._seen.gang, group):
+            self._actions.append(Apply(kind, group))
+        there, needed = gangs.placed(self._job, self._pods)
+        words = f"{there} of the {needed} pods that the job needs have a node"
+        status.say(Condition.WAITING, there < needed, "Gang" if there < needed else "Placed", words)
+
+    def _disband(self) -> None:
+        """Delete the job's PodGroup: it may keep room in a queue."""
+        self._status.say(Condition.WAITING, False)
+        kind = gangs.kind_of(self._job)
+        if kind is not None and self._seen.gang is not None:
+            self._actions.append(Delete(kind, name_of(self._seen.gang), uid_of(self._seen.gang)))
+
+    @property
+    def _gang_waits(self) -> bool:
+        """Return whether pods that the job needs lack a node, and are to be placed together."""
+        return self._status.is_true(Condition.WAITING)
 
     def _suspended(self) -> bool:
         """Return whether the job is, or is about to be, suspended and has no pods to be filled."""
@@ -256,6 +290,7 @@ class _Look:
             status.say(Condition.SUSPENDED, not leave, "Suspended", "spec.suspend: false lets it go on")
             status.now.pop("waitingSince", None)
             if not leave:
+                self._disband()
                 self._write_leavings()
             return True
         status.say(Condition.SUSPENDED, False)
@@ -296,10 +331,14 @@ class _Look:
             if limit_s and left_s > 0:
                 self._again.append(left_s)
             return False
+        words = f"maxWaitSeconds: no master for {limit_s:g} s"
+        if self._gang_waits:
+            there, needed = gangs.placed(self._job, self._pods)
+            words += f"; {there} of the {needed} pods that the job needs have a node"
         if elastic.get("onWaitTimeout", "Suspend") == "Fail":
-            status.end(JobPhase.FAILED, WAIT_TIMEOUT, f"maxWaitSeconds: no master for {limit_s:g} s")
+            status.end(JobPhase.FAILED, WAIT_TIMEOUT, words)
             return True
-        status.say(Condition.SUSPENDING, True, WAIT_TIMEOUT, f"maxWaitSeconds: no master for {limit_s:g} s")
+        status.say(Condition.SUSPENDING, True, WAIT_TIMEOUT, words)
         for pod in self._pods:
             self._delete(pod)
         return True
@@ -353,6 +392,12 @@ class _Look:
         at = stamp_of(self._seen.now_s)
         return {"pod": pod.name, "node": pod.node, "source": notice.source.value, "noticeTime": at}
 
+    def _say_what_cannot_start(self) -> None:
+        """Tell why containers do not start: nobody can read the log of a pod that never ran."""
+        found = sorted((name, why) for name, pod in self._raw.items() if (why := cannot_start(pod)))
+        message = f"{found[0][0]}: {found[0][1]}" if found else ""
+        self._status.say(Condition.CANNOT_START, bool(found), "ContainerCannotStart" if found else "", message)
+
     def _replace_failed(self, place: Place) -> None:
         """Count pods that failed by themselves. Such a pod keeps its slot for a while, longer after each failure."""
         pods, status = self._of(place), self._status
@@ -362,6 +407,8 @@ class _Look:
         limit = int(role_spec(self._job, place).get("restartLimit", 10))
         if own and status.restarts(place) > limit:
             words = f"{place.value} pods failed {status.restarts(place)} times, last {own[-1].name}"
+            if why := cannot_start(self._raw[own[-1].name]):
+                words += f" ({why})"
             status.end(JobPhase.FAILED, "RestartLimit", f"{words}; restartLimit is {limit}")
             return
         pause_s = min(_PAUSE_MAX_S, 2.0 ** min(10, status.restarts(place)))
@@ -423,7 +470,10 @@ class _Look:
     def _fill(self, place: Place, settings: dict[str, Any]) -> None:
         """Create pods in slots that have none. Slots of pods that have ended well, or wait, are filled."""
         holding = [pod for pod in self._of(place) if pod.state is not PodState.LEAVING]
-        missing = self._wanted.of(place) - len(holding)
+        wanted = self._wanted.of(place)
+        if self._gang_waits:
+            wanted = min(wanted, gangs.least(self._job).of(place))
+        missing = wanted - len(holding)
         if missing <= 0:
             return
         refused = self._seen.refused
@@ -433,6 +483,8 @@ class _Look:
                 self._status.say(condition, True, refused.why.value, refused.message)
             self._again.append(REFUSED_S)
             return
+        if gangs.kind_of(self._job) is not None and self._seen.gang is None:
+            return  # (its PodGroup comes first: some schedulers make one themselves for a pod without)
         taken = {pod.slot for pod in holding}
         slots = [slot for slot in range(len(taken) + missing) if slot not in taken][:missing]
         for slot in slots:
@@ -476,6 +528,9 @@ class _Look:
                 status.now["progress"] = {"step": report.step, "samples": report.samples, "time": at}
                 if report.percent >= 0:
                     status.now["progress"]["percent"] = report.percent
+                if report.headline:
+                    members = [dict(each) for each in report.slowest[:MEMBERS_SHOWN]]
+                    status.now["speed"] = {"time": at, "words": report.headline, "members": members}
             if report.membership:
                 status.now["membershipEpoch"] = report.membership
             if report.checkpoint:
@@ -491,7 +546,7 @@ class _Look:
             return JobPhase.SUSPENDING
         if scaling:
             return JobPhase.SCALING
-        if report is not None and report.waiting:
+        if (report is not None and report.waiting) or (self._gang_waits and report is None):
             return JobPhase.WAITING
         if ready:
             return JobPhase.RUNNING

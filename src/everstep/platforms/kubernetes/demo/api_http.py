@@ -190,7 +190,8 @@ class ApiHttp:
         kind = (handler.headers.get("Content-Type") or "").partition(";")[0]
         if kind in _APPLY:
             force = request.query.get("force") == "true"
-            return 200, server.apply(of, *where, body, request.query.get("fieldManager", ""), force, request.part)
+            manager = request.query.get("fieldManager", "")
+            return 200, server.apply(of, *where, body, manager, force, request.part, dry)
         if kind == _MERGE:
             return 200, server.merge(of, *where, body, manager, request.part)
         raise RefusedRequest(ApiReason.OTHER, f"the body of the request was in an unknown format: {kind}")

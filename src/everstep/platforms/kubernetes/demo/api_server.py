@@ -129,8 +129,9 @@ class ApiServer:
         manager: str,
         force: bool = False,
         part: str = "",
+        dry: bool = False,
     ) -> Object:
-        """Apply what a manager wants of an object. Raises RefusedRequest."""
+        """Apply what a manager wants of an object; ``dry``: say what that would give. Raises RefusedRequest."""
         with self.store.lock:
             if not manager:
                 raise RefusedRequest(
@@ -148,11 +149,11 @@ class ApiServer:
             now, owned = field_owners.apply(old, given, of.schema, owners, manager, force)
             if old is None:
                 made = self.create(
-                    of, namespace, {**now, "metadata": {**now.get("metadata", {}), "name": name}}, manager
+                    of, namespace, {**now, "metadata": {**now.get("metadata", {}), "name": name}}, manager, dry
                 )
                 return made
             version = (body.get("metadata") or {}).get("resourceVersion")
-            return self._store(of, old, now, version, manager, part, owned)
+            return self._store(of, old, now, version, manager, part, owned, dry)
 
     def _store(
         self,
@@ -163,6 +164,7 @@ class ApiServer:
         manager: str,
         part: str,
         owned: dict[str, set[field_owners.Path]] | None,
+        dry: bool = False,
     ) -> Object:
         """Write an object that is there: the version must be its own, status and the rest are written apart."""
         name = old["metadata"]["name"]
@@ -184,6 +186,8 @@ class ApiServer:
             raise invalid(of.kind, name, ("spec", words))
         if thing == old:
             return old
+        if dry:
+            return thing
         if part != "status" and {**thing, "metadata": 0, "status": 0} != {**old, "metadata": 0, "status": 0}:
             thing["metadata"]["generation"] = int(old["metadata"].get("generation", 0)) + 1
         owners = owned or field_owners.wrote(old, thing, of.schema, self.store.owners(old), manager)
@@ -367,7 +371,7 @@ class ApiServer:
                 spec["scope"] == "Namespaced",
                 "status" in parts,
                 paths,
-                _with_metadata(schema),
+                with_metadata(schema),
             )
             self.resources[of.group, of.version, of.plural] = of
 
@@ -375,8 +379,8 @@ class ApiServer:
 _FIXED: Final = ("name", "namespace", "uid", "resourceVersion", "generation", "creationTimestamp", "deletionTimestamp")
 
 
-def _with_metadata(schema: Object) -> Object:
-    """The server itself knows metadata: schemas of kinds say nothing about it."""
+def with_metadata(schema: Object) -> Object:
+    """Return a schema that leaves metadata alone: the server itself knows it, and kinds say nothing of it."""
     keep = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
     return {**schema, "properties": {**schema["properties"], "metadata": keep}}
 

@@ -8,9 +8,11 @@ from types import TracebackType
 from typing import Self
 
 from everstep.platforms.kubernetes.crds import definitions
+from everstep.platforms.kubernetes.demo import gang_schedulers
 from everstep.platforms.kubernetes.demo.api_http import ApiHttp
 from everstep.platforms.kubernetes.demo.api_server import CRDS, ApiServer
-from everstep.platforms.kubernetes.demo.pod_runner import PodRunner
+from everstep.platforms.kubernetes.demo.pod_runner import PODS_MAX, PodRunner
+from everstep.platforms.kubernetes.kinds import Gang
 from everstep.platforms.kubernetes.lightkube_client import LightkubeClient, kubeconfig_for
 
 NAMESPACE = "default"
@@ -18,16 +20,20 @@ _HANDED_ON = ("HOME", "TMPDIR", "PYTHONPATH", "EVERSTEP_TEST_FORKSERVER", "LD_LI
 
 
 class DemoCluster:
-    """Is a cluster on this machine until it is left. ``kubeconfig``: a file that leads to it."""
+    """Is a cluster on this machine until it is left. ``kubeconfig``: a file that leads to it. ``gang``: its scheduler
+    of groups. ``pods_max``: pods of one node."""
 
-    def __init__(self, folder: Path, nodes: tuple[str, ...], port: int = 0) -> None:
+    def __init__(
+        self, folder: Path, nodes: tuple[str, ...], port: int = 0, gang: Gang = Gang.VOLCANO, pods_max: int = PODS_MAX
+    ) -> None:
         self.folder = folder.absolute()
         self.folder.mkdir(parents=True, exist_ok=True)
         self.server = ApiServer()
         for definition in definitions():
             self.server.create(self.server.of(CRDS), "", definition)
+        gang_schedulers.install(self.server, gang)
         env = {name: os.environ[name] for name in _HANDED_ON if name in os.environ}
-        self.runner = PodRunner(self.server, self.folder, nodes, env)
+        self.runner = PodRunner(self.server, self.folder, nodes, env, gang, pods_max)
         self.http = ApiHttp(self.server, None, self.runner.logs, port)
         self.kubeconfig = self.folder / "kubeconfig"
         kubeconfig_for(self.http.url, self.kubeconfig, NAMESPACE)

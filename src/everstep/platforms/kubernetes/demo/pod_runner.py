@@ -20,9 +20,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from everstep.platforms.kubernetes.demo import gang_schedulers
 from everstep.platforms.kubernetes.demo.api_server import ApiServer
 from everstep.platforms.kubernetes.demo.refusals import RefusedRequest
-from everstep.platforms.kubernetes.kinds import Object, name_of
+from everstep.platforms.kubernetes.kinds import Gang, Object, name_of
 from everstep.platforms.kubernetes.pods import seconds_of, stamp_of
 from everstep.platforms.local import before_exec, sweep_group
 
@@ -53,9 +54,19 @@ class PodProcess:
 class PodRunner:
     """Plays ``nodes`` until ``close``. It writes to the server as the scheduler and the kubelets do."""
 
-    def __init__(self, server: ApiServer, folder: Path, nodes: tuple[str, ...], env: Mapping[str, str]) -> None:
-        """Make a node of pods. ``folder``: for volumes and logs. ``env``: of pods, below what they say themselves."""
+    def __init__(
+        self,
+        server: ApiServer,
+        folder: Path,
+        nodes: tuple[str, ...],
+        env: Mapping[str, str],
+        gang: Gang = Gang.NONE,
+        pods_max: int = PODS_MAX,
+    ) -> None:
+        """Make nodes, of ``pods_max`` pods each. ``folder``: for volumes and logs. ``env``: of pods, below what they
+        say themselves. ``gang``: the scheduler that the cluster has beside its own."""
         self._server, self._folder, self._env = server, folder, dict(env)
+        self._gang, self._pods_max = gang, pods_max
         self._running: dict[tuple[str, str], PodProcess] = {}
         self._hosts: dict[str, str] = {}
         self._dead: set[str] = set()
@@ -181,7 +192,7 @@ class PodRunner:
     # ------------------------------------------------------------ starting
 
     def _start(self, key: tuple[str, str], pod: Object) -> None:
-        node = self._place(pod)
+        node = self._place(pod) if self._may_start(pod) else None
         if node is None:
             return
         spec, namespace = pod["spec"], key[0]
@@ -218,8 +229,26 @@ class PodRunner:
         bound["status"]["startTime"] = stamp_of(time.time())
         self._server.store.put("pods", bound)
 
-    def _place(self, pod: Object) -> str | None:
-        """Return the node for a pod: of those that take it, the one with the fewest pods like it."""
+    def _may_start(self, pod: Object) -> bool:
+        """Return whether a scheduler of this cluster would place a pod now: its group is placed as a whole."""
+        if pod["spec"].get("schedulerName", gang_schedulers.DEFAULT) not in gang_schedulers.schedulers(self._gang):
+            return False
+        name = gang_schedulers.group_name(pod, self._gang)
+        if name is None:
+            return True
+        namespace = pod["metadata"]["namespace"]
+        pods = self._server.store.all("pods", namespace)
+        more: dict[str, int] = {}
+        for each in gang_schedulers.of_group(pods, name, self._gang):
+            leaves = each["metadata"].get("deletionTimestamp")
+            if not each["spec"].get("nodeName") and not leaves and (node := self._place(each, more)) is not None:
+                more[node] = more.get(node, 0) + 1
+        groups = gang_schedulers.by_name(self._server.store.all("podgroups", namespace))
+        return gang_schedulers.may_start(pod, pods, groups, self._gang, sum(more.values()))
+
+    def _place(self, pod: Object, more: Mapping[str, int] = {}) -> str | None:
+        """Return the node for a pod: of those that take it, the one with the fewest pods like it. ``more``: so many
+        pods count as on a node beside those that are."""
         pods = self._server.store.all("pods")
         tolerated = {t.get("key") for t in pod["spec"].get("tolerations") or []}
         best: list[tuple[int, int, str]] = []
@@ -234,7 +263,8 @@ class PodRunner:
             ]
             wants = pod["spec"].get("nodeSelector") or {}
             fits = all(labels.get(k) == v for k, v in wants.items())
-            if ready and fits and not hard and not spec.get("unschedulable") and len(here) < PODS_MAX:
+            room = self._pods_max - len(here) - more.get(name_of(node), 0)
+            if ready and fits and not hard and not spec.get("unschedulable") and room > 0:
                 role = "everstep.io/role"
                 like = sum(p["metadata"]["labels"].get(role) == pod["metadata"]["labels"].get(role) for p in here)
                 best.append((like, len(here), name_of(node)))
