@@ -21,6 +21,7 @@ from everstep.platforms.kubernetes.actions import (
     SetReplicas,
     SetRequest,
     SetSuspend,
+    TellGone,
     TellSize,
 )
 from everstep.platforms.kubernetes.api_client import Cache, ChangeType, WatchChange
@@ -68,6 +69,8 @@ class World:
         self.log: list[tuple[str, WatchChange]] = []  # what watches will tell
         self.wants = (3, 2)  # what the master was told last
         self.master_works = False
+        self.members: dict[str, int] = {}  # by pod, as the master counts them
+        self.told_gone: list[tuple[str, ...]] = []  # pods that the master was told are gone
         self.refused: CreateRefused | None = None
         self.gang: Object | None = None  # the PodGroup
         self.restart_operator()
@@ -146,6 +149,8 @@ class World:
                 self._change(self.requests[name])
             case TellSize(workers, ps):
                 self.wants = workers or self.wants[0], ps or self.wants[1]
+            case TellGone(gone):
+                self.told_gone.append(gone)
             case AskSuspend():
                 for found in self.of("master"):
                     if found["status"]["phase"] == "Running":
@@ -187,7 +192,7 @@ class World:
         seen_job = copy.deepcopy(self.seen_job)
         report = None
         if self.master_works and any(p["status"]["phase"] == "Running" for p in self.of("master")):
-            report = MasterReport(*self.wants)
+            report = MasterReport(*self.wants, members=self.members)
         seen = Seen(
             seen_job,
             self.now_s,

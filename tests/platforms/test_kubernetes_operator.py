@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,7 @@ class PlayedMasters:
     def __init__(self) -> None:
         self.told: list[tuple[int, int]] = []
         self.seen: dict[str, Any] = {}
+        self.gone: list[str] = []
 
     def report(self, host: str, secret: str) -> MasterReport:
         workers, ps = self.told[-1] if self.told else (2, 1)
@@ -64,6 +65,9 @@ class PlayedMasters:
 
     def tell_size(self, host: str, secret: str, workers: int, ps: int) -> None:
         self.told.append((workers, ps))
+
+    def tell_gone(self, host: str, secret: str, pods: Sequence[str]) -> None:
+        self.gone += pods
 
     def suspend(self, host: str, secret: str) -> None:
         raise EverstepError("not now")

@@ -372,6 +372,53 @@ def test_an_image_that_is_not_there_or_has_no_everstep_is_told() -> None:
     assert 'StartError: exec: "everstep": not found in $PATH' in message and "restartLimit is 1" in message
 
 
+def test_the_master_hears_of_pods_that_are_gone_before_their_silence_tells() -> None:
+    """One has ended, one was deleted by force, one's machine is no more; one's node is only not heard of, and one only
+    leaves: these may live."""
+    world = running()
+    world.members = dict.fromkeys(world.pods, 1) | {"node0": 1}
+    ended, deleted, machine, silent, leaves = (
+        "dlrm-worker-0-4",
+        "dlrm-worker-1-5",
+        "dlrm-worker-2-6",
+        "dlrm-ps-0-2",
+        "dlrm-ps-1-3",
+    )
+    quiet = {"metadata": {"name": "n3"}, "status": {"conditions": [{"type": "Ready", "status": "Unknown"}]}}
+    world.nodes = {"n1": {"metadata": {"name": "n1"}}, "n3": quiet}
+    world.pods[machine]["spec"]["nodeName"], world.pods[silent]["spec"]["nodeName"] = "n2", "n3"
+    for name in (machine, silent):
+        world._change(world.pods[name])
+    world.deliver(100)
+    world.end(ended, 137)
+    world.remove(deleted)
+    world.pods[leaves]["metadata"]["deletionTimestamp"] = stamp_of(world.now_s + 60)
+    world._change(world.pods[leaves])
+    world.deliver(100)
+    world.work()
+    assert world.told_gone == [(ended, deleted, machine)]
+    assert machine not in world.pods, "nobody would delete it for a while"
+    world.members = dict.fromkeys(world.members, 0)
+    world.settle(2)
+    assert len(world.told_gone) == 1 and world.there() == world.wanted()
+
+
+def test_a_pod_that_is_new_on_its_node_is_not_lost_because_a_watch_lags() -> None:
+    world = World(job())
+    world.work()
+    for name in list(world.pods):
+        world.run(name, node="new")
+    world.nodes, world.master_works, world.members = (
+        {"old": {"metadata": {"name": "old"}}},
+        True,
+        dict.fromkeys(world.pods, 1),
+    )
+    world.now_s += 5
+    world.deliver(100)
+    world.work()
+    assert world.there() == world.wanted() and not world.told_gone
+
+
 def test_deadline_and_time_to_live() -> None:
     world = running(activeDeadlineSeconds=1000, ttlSecondsAfterFinished=100)
     world.now_s = START_S + 1001

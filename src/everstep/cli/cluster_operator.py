@@ -7,17 +7,18 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import click
 
-from everstep.brain.events import ScaleAsked, SuspendAsked
+from everstep.brain.events import CapacityChanged, ScaleAsked, SuspendAsked
 from everstep.cli.link import ask_address
 from everstep.cli.top import HEAD, headline, rows
 from everstep.errors import ConfigError
 from everstep.ids import NodeId
+from everstep.model.capacity import CapacityStep
 from everstep.model.job_view import JobView
 from everstep.model.member import Address, Role
 from everstep.net.auth import Secret, create_secret, load_secret
@@ -52,6 +53,11 @@ class MastersByNetwork:
         if counts:
             (role, count), *more = counts
             self._ask(host, secret, ScaleAsked(role, count, tuple(more)))
+
+    def tell_gone(self, host: str, secret: str, pods: Sequence[str]) -> None:
+        """Raise EverstepError: it does not answer."""
+        for pod in pods:
+            self._ask(host, secret, CapacityChanged(NodeId(pod), CapacityStep.TAKEN_BACK))
 
     def suspend(self, host: str, secret: str) -> None:
         """Raise EverstepError: it does not answer."""

@@ -74,12 +74,28 @@ class TellSize(msgspec.Struct, frozen=True):
     ps: int
 
 
+class TellGone(msgspec.Struct, frozen=True):
+    """Tell the job's master that pods are gone for good, before their silence does."""
+
+    pods: tuple[str, ...]
+
+
 class AskSuspend(msgspec.Struct, frozen=True):
     """Ask the job's master to make its state safe and end."""
 
 
 Action = (
-    Create | Apply | MakeSecret | Delete | SetReplicas | SetSuspend | SetFinalizers | SetRequest | TellSize | AskSuspend
+    Create
+    | Apply
+    | MakeSecret
+    | Delete
+    | SetReplicas
+    | SetSuspend
+    | SetFinalizers
+    | SetRequest
+    | TellSize
+    | TellGone
+    | AskSuspend
 )
 
 

@@ -29,6 +29,7 @@ from everstep.platforms.kubernetes.actions import (
     SetReplicas,
     SetRequest,
     SetSuspend,
+    TellGone,
     TellSize,
 )
 from everstep.platforms.kubernetes.api_client import (
@@ -87,6 +88,10 @@ class MasterLink(Protocol):
 
     def tell_size(self, host: str, secret: str, workers: int, ps: int) -> None:
         """Tell it how many workers and ps are wanted; 0: as before."""
+        ...
+
+    def tell_gone(self, host: str, secret: str, pods: Sequence[str]) -> None:
+        """Tell it that pods are gone for good."""
         ...
 
     def suspend(self, host: str, secret: str) -> None:
@@ -373,6 +378,8 @@ class Operator:
                 self._made(kind, self._client.apply_status(kind, namespace, body))
             case TellSize(workers, ps) if job is not None:
                 self._ask(job, pods, lambda host, secret: self._link.tell_size(host, secret, workers, ps))
+            case TellGone(gone) if job is not None:
+                self._ask(job, pods, lambda host, secret: self._link.tell_gone(host, secret, gone))
             case AskSuspend() if job is not None:
                 self._ask(job, pods, self._link.suspend)
 

@@ -9,6 +9,8 @@ from typing import Final, NamedTuple
 
 from everstep.platforms.kubernetes.kinds import CONTAINER, ROLE_LABEL, SLOT_LABEL, Object, Place, is_leaving, name_of
 
+OUT_OF_SERVICE: Final = "node.kubernetes.io/out-of-service"
+"""Key of the taint by which people say that a machine is off."""
 TAINTS: Final = frozenset(
     {
         "aws-node-termination-handler/spot-itn",
@@ -19,26 +21,16 @@ TAINTS: Final = frozenset(
         "cloud.google.com/impending-node-termination",
         "remediator.kubernetes.azure.com/unschedulable",
         "ToBeDeletedByClusterAutoscaler",
-        "node.kubernetes.io/out-of-service",
+        OUT_OF_SERVICE,
     }
 )
 """Keys of taints by which a node is said to go away."""
 NODE_CONDITIONS: Final = frozenset({"InstanceExpired", "TerminationScheduled"})
+NODE_KNOWN_S: Final = 60.0
+"""So long a pod is on a node before the node's absence from the list counts: a watch may lag."""
 OVERDUE_S: Final = 60.0
 """So long after its time a pod that is being deleted counts as stuck on a node that is dead."""
 SUSPENDED_CODE: Final = 7
-_NO_START: Final = frozenset(
-    {
-        "ErrImagePull",
-        "ImagePullBackOff",
-        "InvalidImageName",
-        "ErrImageNeverPull",
-        "CreateContainerConfigError",
-        "CreateContainerError",
-        "RunContainerError",
-    }
-)
-_NO_RUN: Final = frozenset({"ContainerCannotRun", "StartError"})
 _WORDS_MAX: Final = 400
 FINAL_CODES: Final = frozenset({1, 2, 3, 4, 5, 6, 130})
 """Exit codes by which a master says that its job is over; others are losses of the pod."""
@@ -57,6 +49,25 @@ class EndReason(StrEnum):
     """Is a reason by which a container's end is told apart from others with its exit code."""
 
     OUT_OF_MEMORY = "OOMKilled"
+
+
+class CannotStart(StrEnum):
+    """Is a reason for which a container waits that may never start."""
+
+    NO_IMAGE = "ErrImagePull"
+    NO_IMAGE_STILL = "ImagePullBackOff"
+    NEVER_PULLED = "ErrImageNeverPull"
+    WRONG_NAME = "InvalidImageName"
+    WRONG_CONFIG = "CreateContainerConfigError"
+    NOT_MADE = "CreateContainerError"
+    NOT_RUN = "RunContainerError"
+
+
+class NeverRan(StrEnum):
+    """Is a reason for which a container ended before its program ran."""
+
+    NO_PROGRAM = "ContainerCannotRun"
+    NO_START = "StartError"
 
 
 class PodState(StrEnum):
@@ -147,10 +158,10 @@ def cannot_start(pod: Object) -> str:
     for container in (pod.get("status") or {}).get("containerStatuses") or []:
         state = container.get("state") or {}
         waiting, ended = state.get("waiting") or {}, state.get("terminated") or {}
-        for found, reasons in ((waiting, _NO_START), (ended, _NO_RUN)):
-            if found.get("reason") in reasons:
-                words = " ".join(str(found.get("message") or "").split())
-                return f"{found['reason']}: {words}"[:_WORDS_MAX].rstrip(": ")
+        for found, kinds in ((waiting, CannotStart), (ended, NeverRan)):
+            code, words = found.get("reason"), " ".join(str(found.get("message") or "").split())
+            if code in tuple(kinds):
+                return f"{code}: {words}"[:_WORDS_MAX].rstrip(": ")
     return ""
 
 
@@ -206,6 +217,17 @@ def seconds_of(stamp: object) -> float:
 def stamp_of(at: float) -> str:
     """Return a time as the API has it."""
     return datetime.datetime.fromtimestamp(int(at), datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def machine_gone(facts: PodFacts, nodes: Mapping[str, Object] | None, now_s: float) -> bool:
+    """Return whether the machine of a pod is no more: its Node was deleted, or is said to be out of service. The pod is
+    listed as running for a while. (A node that is only not heard of may live: its members speak to the master.)
+    ``nodes`` None: they may not be read."""
+    if not nodes or not facts.node or now_s - facts.began_at < NODE_KNOWN_S:
+        return False
+    node = nodes.get(facts.node)
+    taints = (node.get("spec") or {}).get("taints") or [] if node is not None else []
+    return node is None or any(taint.get("key") == OUT_OF_SERVICE for taint in taints)
 
 
 def stuck(facts: PodFacts, nodes: Mapping[str, Object], now_s: float) -> bool:

@@ -23,6 +23,7 @@ from everstep.platforms.kubernetes.actions import (
     Seen,
     SetFinalizers,
     SetSuspend,
+    TellGone,
     TellSize,
 )
 from everstep.platforms.kubernetes.job import budget_of, role_spec, settings_of, wanted_by
@@ -51,6 +52,7 @@ from everstep.platforms.kubernetes.pods import (
     Source,
     cannot_start,
     facts_of,
+    machine_gone,
     notice_of,
     seconds_of,
     stamp_of,
@@ -360,7 +362,8 @@ class _Look:
     def _free_stuck(self) -> None:
         """Delete pods on a dead node by force: else they stay for ever. They are fenced."""
         for pod in self._pods:
-            if stuck(pod, self._seen.nodes or {}, self._seen.now_s):
+            gone = pod.active and machine_gone(pod, self._seen.nodes, self._seen.now_s)
+            if gone or stuck(pod, self._seen.nodes or {}, self._seen.now_s):
                 self._delete(pod, 0)
             elif pod.state is PodState.LEAVING:
                 self._again.append(LOOK_S)
@@ -506,6 +509,23 @@ class _Look:
         tell = TellSize(workers if report.workers != workers else 0, ps if report.ps != ps else 0)
         if tell.workers or tell.ps:
             self._actions.append(tell)
+        if gone := self._gone_with_members():
+            self._actions.append(TellGone(gone))
+
+    def _gone_with_members(self) -> tuple[str, ...]:
+        """Return pods that are gone, and that the master still counts on: it hears it now and not by their silence."""
+        report, now_s, name = self._seen.report, self._seen.now_s, name_of(self._job)
+        assert report is not None
+        alive = {
+            pod.name
+            for pod in self._pods
+            if pod.state in (PodState.PENDING, PodState.RUNNING, PodState.LEAVING)
+            and not machine_gone(pod, self._seen.nodes, now_s)
+        }
+        ours = tuple(f"{name}-{place.value}-" for place in (Place.PS, Place.WORKER))
+        return tuple(
+            sorted(pod for pod, n in report.members.items() if n and pod.startswith(ours) and pod not in alive)
+        )
 
     def _name_phase(self, scaling: bool) -> None:
         status, report = self._status, self._seen.report
