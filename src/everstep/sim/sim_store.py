@@ -400,6 +400,14 @@ class SimStore:
         partition.ledger.shards = {shard: list(mark) for shard, mark in who.marks.items() if mark is not None}
         return partition
 
+    def mirrored_alone(self, partition: PartitionId, mirrors: Iterable[int]) -> Partition | None:
+        """Return what one of ``mirrors`` has of ``partition``, if it is the only member of that mirror."""
+        for m in (self.mirrors[mirror] for mirror in mirrors):
+            if m.complete and m.members.keys() == {partition}:
+                who = m.members[partition]
+                return self._rebuilt(who, times(m.page, 3 - who.weight))
+        return None
+
     def promote(self, mirror: int, partition: PartitionId) -> None:
         m = self.mirrors.pop(mirror)
         who = m.members[partition]

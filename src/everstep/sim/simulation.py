@@ -538,26 +538,31 @@ class Simulation:
         lag_s = self.scenario.lag_s * self.scenario.partitions if self.scenario.protect == "lag" else 0.0
         kernel.run(kernel.now + 3.0 + lag_s)
         fingerprints: dict[int, int] = {}
-        holders: dict[int, MirrorPs] = {}
+        contents: dict[int, Partition] = {}
+        of_dead: set[int] = set()  # partitions whose owner has died unnoticed
         lives = {p.slot: self.lives[p.slot, p.incarnation] for p in placement.servers}
         if not lives and len(placement.snapshots) == len(placement.owner):
             return self.at_rest_in_snapshots(placement)
         for b, slot in enumerate(placement.owner):
             partition, ps = PartitionId(b), lives.get(slot)
+            there: Partition | None = None
             if ps is not None and not ps.machine.serves(partition):
-                ps = self.old_owner_waiting_with(partition, ps)
+                old = self.old_owner_waiting_with(partition, ps)
+                there = self.mirrored_at_waiting_owner(partition, ps) if old is None else None
+                ps = ps if there is not None else old
             if ps is None:
                 raise Violation(f"partition {b} is not served by ps:{slot} at the end: {self.where()} {self.stuck}")
-            holders[b] = ps
-            self.truth.at_rest(partition, ps.store.partitions[partition])
-            fingerprints[b] = ps.store.partitions[partition].ledger.fingerprint
+            contents[b] = there or ps.store.partitions[partition]
+            of_dead |= set() if ps.alive else {b}
+            self.truth.at_rest(partition, contents[b])
+            fingerprints[b] = contents[b].ledger.fingerprint
         self.check_apart()
         for mirror in placement.mirrors:
             ps = lives.get(mirror.at)
             if ps is None or not ps.alive or mirror.id not in ps.machine.complete:
                 continue  # who died unnoticed shortly before the end has what it had then
-            members = {b: holders[b].store.partitions[b] for b in mirror.members}
-            dead = {b for b in mirror.members if not holders[b].alive}
+            members = {b: contents[b] for b in mirror.members}
+            dead = of_dead & members.keys()
             if self.scenario.protect == "acked":
                 ps.store.check_mirror(mirror.id, members, dead)
             elif not dead:
@@ -582,6 +587,14 @@ class Simulation:
         if self.over is None or (owner.alive and all(self.lives[peer].alive for peer in asked)):
             return None
         return next((ps for ps in self.lives.values() if ps.alive and ps.machine.keeps_for_next_owner(partition)), None)
+
+    def mirrored_at_waiting_owner(self, partition: PartitionId, owner: MirrorPs) -> Partition | None:
+        """Return the contents of a partition that has come to ``owner`` as a mirror, if the job ended while ``owner``
+        asked a third ps for changes that it may lack: that ps has died, and no master is left to say so."""
+        asked = [ask.peer for ask in owner.machine.asks() if ask.request.partition == partition]
+        if self.over is None or not owner.alive or all(self.lives[peer].alive for peer in asked):
+            return None
+        return owner.store.mirrored_alone(partition, owner.machine.complete)
 
     def kill_again(self) -> None:
         if not self.healed:
