@@ -131,6 +131,7 @@ def test_leases_held_ahead_do_not_expire_while_their_worker_gets_on() -> None:
         ("paced", 6140, None),
         ("ps", 5652, None),
         ("ps", 10102, None),
+        ("ps", 16445, None),
         ("ps", 20991, None),
         ("suspend", 1650, None),
     ],
@@ -140,11 +141,11 @@ def test_a_seed_that_found_a_defect(
 ) -> None:
     """Each has a story of its own elsewhere: ``group_end_of_a_lost_line``, ``group_leaver_cut_off``,
     ``group_leaver_behind``, ``chief_asked_late`` (transcripts), in ``tests/protect/test_machine.py`` and
-    ``tests/allreduce/test_session.py``. Of six the simulator was wrong: 860, an owner that died in the last moment
+    ``tests/allreduce/test_session.py``. Of seven the simulator was wrong: 860, an owner that died in the last moment
     had not taken its partition over yet; 10265, who connects for a new group waits anew; 5652 and 10102, a ps that dies
     with the last step has not told its mirrors which shards were released; 1650, a job that ends before its ps are back
-    has its rows in the checkpoint; 7983, a new owner that waits for a ps that died unnoticed when the job ended has the
-    partition as a mirror."""
+    has its rows in the checkpoint; 7983 and 16445, a new owner that asks a ps which died unnoticed when
+    the job ended has the partition in a mirror."""
     monkeypatch.setattr(GroupWorker, "reports_agreed", reports_agreed)
     scenario_of, _, run = MIXES[mix]
     run(seed, scenario_of(seed))

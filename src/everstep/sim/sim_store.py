@@ -8,7 +8,7 @@ what ``everstep.protect.machine.Port`` asks for.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from everstep.ids import PartitionId
@@ -400,12 +400,18 @@ class SimStore:
         partition.ledger.shards = {shard: list(mark) for shard, mark in who.marks.items() if mark is not None}
         return partition
 
-    def mirrored_alone(self, partition: PartitionId, mirrors: Iterable[int]) -> Partition | None:
-        """Return what one of ``mirrors`` has of ``partition``, if it is the only member of that mirror."""
+    def decoded(
+        self, partition: PartitionId, mirrors: Iterable[int], others: Mapping[int, Partition]
+    ) -> Partition | None:
+        """Return what one of ``mirrors`` and the contents of its other members say that the partition has."""
         for m in (self.mirrors[mirror] for mirror in mirrors):
-            if m.complete and m.members.keys() == {partition}:
+            rest = m.members.keys() - {partition}
+            if m.complete and partition in m.members and rest <= others.keys():
+                page = m.page
+                for b in rest:
+                    page = plus(page, times((others[b].content, 0), m.members[b].weight))
                 who = m.members[partition]
-                return self._rebuilt(who, times(m.page, 3 - who.weight))
+                return self._rebuilt(who, times(page, 3 - who.weight))
         return None
 
     def promote(self, mirror: int, partition: PartitionId) -> None:

@@ -539,23 +539,32 @@ class Simulation:
         kernel.run(kernel.now + 3.0 + lag_s)
         fingerprints: dict[int, int] = {}
         contents: dict[int, Partition] = {}
-        of_dead: set[int] = set()  # partitions whose owner has died unnoticed
+        of_dead: set[PartitionId] = set()  # partitions whose owner has died unnoticed
         lives = {p.slot: self.lives[p.slot, p.incarnation] for p in placement.servers}
         if not lives and len(placement.snapshots) == len(placement.owner):
             return self.at_rest_in_snapshots(placement)
+        waiting: dict[PartitionId, MirrorPs] = {}
         for b, slot in enumerate(placement.owner):
             partition, ps = PartitionId(b), lives.get(slot)
-            there: Partition | None = None
             if ps is not None and not ps.machine.serves(partition):
                 old = self.old_owner_waiting_with(partition, ps)
-                there = self.mirrored_at_waiting_owner(partition, ps) if old is None else None
-                ps = ps if there is not None else old
+                if old is None and self.waits_for_dead(partition, ps):
+                    waiting[partition] = ps
+                    continue
+                ps = old
             if ps is None:
                 raise Violation(f"partition {b} is not served by ps:{slot} at the end: {self.where()} {self.stuck}")
-            contents[b] = there or ps.store.partitions[partition]
-            of_dead |= set() if ps.alive else {b}
-            self.truth.at_rest(partition, contents[b])
-            fingerprints[b] = contents[b].ledger.fingerprint
+            contents[b] = ps.store.partitions[partition]
+            of_dead |= set() if ps.alive else {partition}
+        served = {b: contents[b] for b in contents.keys() - of_dead}
+        for partition, ps in waiting.items():
+            decoded = ps.store.decoded(partition, ps.machine.complete, served)
+            if decoded is None:
+                raise Violation(f"partition {partition} is nowhere at the end: {self.where()} {self.stuck}")
+            contents[partition] = decoded
+        for b, there in sorted(contents.items()):
+            self.truth.at_rest(PartitionId(b), there)
+            fingerprints[b] = there.ledger.fingerprint
         self.check_apart()
         for mirror in placement.mirrors:
             ps = lives.get(mirror.at)
@@ -588,13 +597,11 @@ class Simulation:
             return None
         return next((ps for ps in self.lives.values() if ps.alive and ps.machine.keeps_for_next_owner(partition)), None)
 
-    def mirrored_at_waiting_owner(self, partition: PartitionId, owner: MirrorPs) -> Partition | None:
-        """Return the contents of a partition that has come to ``owner`` as a mirror, if the job ended while ``owner``
-        asked a third ps for changes that it may lack: that ps has died, and no master is left to say so."""
+    def waits_for_dead(self, partition: PartitionId, owner: MirrorPs) -> bool:
+        """Return whether the job ended while ``owner``, which has a mirror of the partition, asked a third ps for
+        changes that it may lack: that ps has died, and no master is left to say so."""
         asked = [ask.peer for ask in owner.machine.asks() if ask.request.partition == partition]
-        if self.over is None or not owner.alive or all(self.lives[peer].alive for peer in asked):
-            return None
-        return owner.store.mirrored_alone(partition, owner.machine.complete)
+        return self.over is not None and owner.alive and not all(self.lives[peer].alive for peer in asked)
 
     def kill_again(self) -> None:
         if not self.healed:
