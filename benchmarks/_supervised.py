@@ -48,10 +48,12 @@ from everstep.storage.journal import read_journal
 
 SCRIPT = ROOT / "benchmarks" / "_witness_job.py"
 RECORDED = ROOT / "benchmarks" / "traces" / "spot"
-LIMIT_S = 400.0
+LIMIT_S = 300.0
 LOOK_S = 0.3
 BATCH = 16
-EPOCHS = 60
+EPOCHS = 16
+SHORT = ("--samples", "320", "--batch", str(BATCH), "--loops", str(EPOCHS))
+PAUSE_S = 0.8  # of a step: the data lasts longer than a story
 SPEED, QUIET_S = 100.0, 6.0
 HOUR_S = 3600.0
 _HERE = (MemberState.ALIVE, MemberState.SUSPECT)
@@ -192,16 +194,17 @@ class Played:
         hours: tuple[float, float],
         stretch: float = 1.0,
         env: Mapping[str, str] | None = None,
+        script: Sequence[str] = SHORT,
+        limit_s: float = LIMIT_S,
     ) -> None:
         """``words``: flags of ``everstep run``. ``hours``: the part of the recording that is played. ``stretch``: so
-        many times slower, on a busy machine."""
+        many times slower, on a busy machine. ``script``: flags of the job's script. ``limit_s``: for all of it."""
         home.mkdir()
         self.stretch = stretch
         self.home, self.run_dir, self.hurry = home, home / "run", home / "hurry"
-        limit_s = LIMIT_S * max(1.0, stretch / 2)
+        limit_s *= max(1.0, stretch / 2)
         self._until = time.monotonic() + limit_s
-        self._script = [str(SCRIPT), "--samples", "640", "--batch", str(BATCH), "--loops", str(EPOCHS)]
-        self._script += ["--pause", "0.15", "--hurry", str(self.hurry)]
+        self._script = [str(SCRIPT), *script, "--pause", f"{PAUSE_S * stretch:g}", "--hurry", str(self.hurry)]
         trace = home / f"{recording.partition('.')[0]}.csv"
         trace.write_text(part_of(RECORDED / recording, *hours))
         played = ["--speed", f"{SPEED / stretch:g}", "--quiet", f"{QUIET_S * stretch:g}s"]
@@ -213,7 +216,7 @@ class Played:
     def seen(self) -> Seen:
         return Seen(self.run_dir)
 
-    def until(self, what: Callable[[Seen], object], missing: str) -> Seen:
+    def until(self, what: Callable[[Seen], object], missing: str, look_s: float = LOOK_S) -> Seen:
         """Wait until the journal says so. RuntimeError when the run ends, or its time is up, before that."""
         while True:
             over = self.over
@@ -223,7 +226,7 @@ class Played:
                     return seen
             if over or time.monotonic() > self._until:
                 raise RuntimeError(f"{missing}: it did not happen; last words:\n{self.said()}")
-            time.sleep(LOOK_S)
+            time.sleep(look_s)
 
     @property
     def over(self) -> bool:

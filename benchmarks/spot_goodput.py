@@ -6,7 +6,8 @@ cheaply, and have the best of twelve intervals between them; ``restart_s`` is ho
 train again, reading 1 GB not counted. Parcae's repository sweeps 17 to 300 s for that.
 
 ``NAME.of_restart``, ``of_varuna_like``, ``of_bamboo_like``: everstep's goodput over theirs; the least of all stories.
-Bamboo's redundant work is taken as free, so its row is more than it would reach. ``curve``: 16 machines, each of which
+Bamboo's redundant work is taken as free, so its row is more than it would reach. ``bamboo_break_even``: the share of a
+step that this work may cost until everstep is as good in all stories. ``curve``: 16 machines, each of which
 goes after so long on average, at any moment, and is replaced after two minutes.
 
 ``parcae_HOURS``: the four hours of the Bamboo recording that Parcae (NSDI '24) trains in: ``hh`` 5.5 to 6.5, ``hl`` 1.5
@@ -109,6 +110,7 @@ def run(quick: bool) -> Result:
         for who, all_ in ratios.items():
             all_ += [a / b for a, b in zip(values["everstep"], values[who], strict=True)]
         say(f"one goes after {name}: {figures[f'curve_{name}.everstep']:.3f}")
+    figures["bamboo_break_even"] = max(0.0, 1.0 - min(ratios["bamboo_like"]))
     aims = {"curve_1h.everstep": ">= 0.95"}
     holds = {"curve_1h.everstep": figures["curve_1h.everstep"] >= 0.95}
     for who, all_ in ratios.items():

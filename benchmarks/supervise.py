@@ -138,9 +138,10 @@ def suspends(job: Played) -> Claims:
 
 
 def trained_with_fewer(seen: Seen, least: int) -> bool:
-    """Return whether a shard was given out, or a group formed, while fewer workers were there."""
+    """Return whether a shard was given out while fewer workers were there, or a step committed by a group of fewer. (A
+    group that waits for others may have fewer.)"""
     lacking = seen.spans(lambda m: bool(m.lack) and not m.anyway)
-    return bool(seen.granted_in(lacking)) or any(group.members < least for group in seen.groups)
+    return bool(seen.granted_in(lacking)) or any(g.members < least and g.step_samples for g in seen.groups)
 
 
 def fails(job: Played) -> Claims:
@@ -297,7 +298,7 @@ def by_hand(job: Played) -> Claims:
 
 def gone_on(times: int, workers: int = 0) -> Callable[[Seen], bool]:
     """Return whether a job went on so often, and has so many workers that train."""
-    return lambda s: s.went_on == times and s.moments[-1].workers >= workers and bool(s.granted)
+    return lambda s: s.went_on == times and bool(s.granted) and s.moments[-1].workers >= workers
 
 
 def within_budget(job: Played) -> Claims:
@@ -398,7 +399,7 @@ def run(quick: bool, arguments: Sequence[str] = ()) -> Result:
     """Play all stories, some at a time."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks supervise")
     parser.add_argument("--only", default="")
-    parser.add_argument("--jobs", type=int, default=3 if quick else 2)
+    parser.add_argument("--jobs", type=int, default=5 if quick else 4)
     parser.add_argument("--stretch", type=float, default=0.0)
     parser.add_argument("--keep", type=Path)
     args = parser.parse_args(list(arguments))
