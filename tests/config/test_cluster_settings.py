@@ -22,6 +22,8 @@ from everstep.errors import ConfigError, DataError
         ({"slurm_time": "1", "capacity": "ray"}, "needs --on slurm"),
         ({"node_gpus": 1}, "node_gpus = 1 (--node-gpus): needs --on ray or --on slurm"),
         ({"slurm_options": "--mem='", "capacity": "slurm"}, "No closing quotation"),
+        ({"slurm_steps": True}, "needs --on slurm"),
+        ({"slurm_steps": True, "capacity": "slurm", "slurm_partition": "spot"}, "give it to sbatch"),
         ({"capacity": "slurm", "capacity_workers": 2}, "needs capacity: trace:FILE"),
     ],
 )

@@ -21,6 +21,7 @@ pytestmark = [
     pytest.mark.timeout(1500),
     pytest.mark.skipif(bool(missing()), reason=missing() or "Slurm is here"),
 ]
+TEMPLATE = Path(__file__).resolve().parents[2] / "examples" / "slurm_srun.sbatch"
 PS = ("--workers", "3", "--ps", "3", "--parity", "1+1")
 MODES = {"ps": PS, "allreduce": ("--mode", "allreduce", "--workers", "3")}
 
@@ -112,6 +113,40 @@ def test_a_queued_again_job_goes_on_exactly(run: ClusterRun, slurm: SlurmHere) -
     run.trained(200)
     run.hurry_file.touch()
     until(lambda: not any(line.startswith(f"{job} ") for line in slurm.jobs()), run.story, 300)
+    from everstep.cli.display import read_summary
+    from everstep.monitor.audit import audit
+
+    summary = read_summary(run.run_dir)
+    assert summary is not None and summary.exit_code == 0, run.story()
+    assert audit(run.run_dir).ok, audit(run.run_dir).text()
+    nothing_left(slurm)
+
+
+def test_agents_that_srun_starts_in_one_job(run: ClusterRun, slurm: SlurmHere) -> None:
+    """The sbatch template, as a user submits it: the job is queued again, later one of its nodes is lost."""
+    run.write(16, sparse=True)
+    command = run.folder / "everstep"
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m everstep.cli "$@"\n')
+    command.chmod(0o755)
+    given = {"RUN_DIR": run.run_dir, "EVERSTEP": command, "CHECKPOINT_EVERY": "5s"}
+    words = ("sbatch", "--parsable", "--partition=spot", "--nodes=3", f"--output={run.folder}/everstep.log")
+    export = "ALL," + ",".join(f"{name}={value}" for name, value in given.items())
+    job = slurm.said(*words, f"--export={export}", str(TEMPLATE), str(run.script)).strip()
+    run.whole(3)
+    run.trained(200)
+    assert len({line for line in slurm.said("squeue", "-h", "-s", "-o", "%N %j").splitlines() if "slurm-" in line}) == 3
+    assert [line.split()[0] for line in slurm.jobs()] == [job], "one job has all nodes"
+    slurm.said("scontrol", "requeue", job)
+    until(lambda: "goes on from the journal" in (run.folder / "everstep.log").read_text(), run.story, 300)
+    run.whole(3)
+    run.trained(200)
+    home = slurm.said("squeue", "-h", "-j", job, "-o", "%B").strip()
+    slurm.kill_node("n3" if home != "n3" else "n2")
+    run.trained(400)
+    assert [line.split()[0] for line in slurm.jobs()] == [job], "the others go on"
+    run.hurry_file.touch()
+    until(lambda: not slurm.jobs(), run.story, 300)
+    slurm.start_node("n3" if home != "n3" else "n2")
     from everstep.cli.display import read_summary
     from everstep.monitor.audit import audit
 

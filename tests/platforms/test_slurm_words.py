@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from everstep.errors import PlatformError
+from everstep.errors import ConfigError, PlatformError
 from everstep.ids import NodeId
 from everstep.model.capacity import Market, Offer
 from everstep.platforms.cluster_nodes import NodeState
@@ -20,11 +20,15 @@ from everstep.platforms.slurm_jobs import (
     job_words,
     read_jobs,
     read_partition,
+    read_steps,
     reclaim_s,
     refusal,
     refused_nodes,
     seconds_of,
+    step_script,
+    step_words,
 )
+from everstep.platforms.slurm_steps import allocation_of
 
 OFFER = Offer("", "spot", Market.SPOT)
 STATES = {
@@ -101,6 +105,33 @@ def test_the_script_of_a_node_names_it_by_its_restarts(restarts: str | None, nod
     said = subprocess.run(["sh"], input=script, env=env, capture_output=True, text=True, check=True).stdout
     assert f"--node {node} --machine n7 --run-dir /a b/nodes/{node}" in said
     assert "--workers 1 --ps 2 --market spot --reclaim 17" in said
+
+
+def test_a_node_as_a_step_of_srun() -> None:
+    words = step_words(SlurmSettings(cpus=2, gpus=1, options="--mem=1G"), "7", NodeId("slurm-2"), "/run")
+    assert words[:5] == ["--jobid=7", "--job-name=slurm-2", "--nodes=1", "--ntasks=1", "--exact"]
+    assert {"--cpus-per-task=2", "--gpus=1", "--mem=1G", "--kill-on-bad-exit=0"} <= set(words)
+    script = step_script(AgentSettings("python", "h:1", "/a b", 1, 2), NodeId("slurm-2"))
+    assert script.startswith("exec python -P -m everstep.cli agent --join h:1 --secret-file '/a b/secret'")
+    assert "--workers 1 --ps 2" in script and script.endswith('--machine "$SLURMD_NODENAME"')
+    assert read_steps("7.batch|batch\n7.0|slurm-1\n 7.3 | slurm-4 \n\n") == {
+        "batch": "7.batch",
+        "slurm-1": "7.0",
+        "slurm-4": "7.3",
+    }
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ({}, "this is no job of Slurm; submit it with sbatch"),
+        ({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}, "job 7 has 2 nodes; give sbatch --nodes=3"),
+    ],
+)
+def test_steps_need_a_job_with_enough_nodes(env: dict[str, str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        allocation_of(env, 3)
+    assert allocation_of({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "3"}, 3) == "7"
 
 
 def test_a_job_inside_slurm_does_not_give_its_own_words_away() -> None:

@@ -7,6 +7,7 @@ queued again by Slurm, is started with the same words: it goes on from the journ
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -81,7 +82,12 @@ def on_cluster(spec: JobSpec) -> JobSpec:
     else:
         from everstep.platforms.slurm_cluster import check_slurm
 
-        check_slurm(slurm_settings(spec))
+        if spec.slurm_steps:
+            from everstep.platforms.slurm_steps import allocation_of
+
+            allocation_of(os.environ, count)
+        else:
+            check_slurm(slurm_settings(spec))
     return spec
 
 
@@ -113,9 +119,16 @@ def make_port(spec: JobSpec, run_dir: Path, group: str, at: str, say: Callable[[
     """Return the port to the cluster, for the nodes of ``group``. Raise ConfigError, PlatformError."""
     kind, rest = parse_capacity(spec.capacity)
     if kind == "slurm":
-        from everstep.platforms.slurm_cluster import SlurmCluster, check_slurm, slurm_agent
+        from everstep.platforms.slurm_cluster import SlurmCluster, check_slurm, own_partition, slurm_agent
 
         settings = slurm_settings(spec)
+        if spec.slurm_steps:
+            from everstep.platforms.slurm_steps import SlurmSteps, allocation_of
+
+            job = allocation_of(os.environ, spec.capacity_nodes)
+            partition = own_partition(os.environ)
+            agent = slurm_agent(sys.executable, at, run_dir, spec.capacity_workers, spec.capacity_ps, partition)
+            return SlurmSteps(job, settings, agent)
         partition = check_slurm(settings)
         agent = slurm_agent(sys.executable, at, run_dir, spec.capacity_workers, spec.capacity_ps, partition)
         return SlurmCluster(group, settings, agent, partition)

@@ -116,6 +116,12 @@ def cli() -> None:
 @click.option(
     "--sbatch", "--slurm-options", "slurm_options", help="--on slurm: more words for sbatch, e.g. '--mem=8G'."
 )
+@click.option(
+    "--srun/--no-srun",
+    "slurm_steps",
+    default=None,
+    help="--on slurm, in a batch job: the agents are steps of srun on its nodes.",
+)
 @click.option("--speed", "capacity_speed", type=float, help="Of a trace: so many times as fast (default 1).")
 @click.option("--quiet", "capacity_quiet", help="Of a trace: no pause between two events longer than this.")
 @click.option("--lead", "capacity_lead", help="Of a trace: notice before a machine goes, e.g. 30s (default: none).")

@@ -295,6 +295,14 @@ def _check_capacity(spec: JobSpec, at: Mapping[str, str]) -> None:
     for field in ("slurm_partition", "slurm_account", "slurm_time", "slurm_options"):
         if kind != "slurm" and getattr(spec, field):
             raise ConfigError(f"{field} = {getattr(spec, field)!r}{at[field]}: needs --on slurm")
+    if spec.slurm_steps and kind != "slurm":
+        raise ConfigError(f"slurm_steps = {spec.slurm_steps}{at['slurm_steps']}: needs --on slurm")
+    for field in ("slurm_partition", "slurm_account", "slurm_time"):
+        if spec.slurm_steps and getattr(spec, field):
+            raise ConfigError(
+                f"{field} = {getattr(spec, field)!r}{at[field]}: with --srun the nodes are those of the job that it "
+                "stands in; give it to sbatch"
+            )
     for field in ("node_cpus", "node_gpus"):
         if kind not in CLUSTERS and getattr(spec, field):
             raise ConfigError(f"{field} = {getattr(spec, field)}{at[field]}: needs --on ray or --on slurm")

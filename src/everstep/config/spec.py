@@ -68,6 +68,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     slurm_partition: str = ""  # in which the nodes are; empty: the default one
     slurm_account: str = ""  # that pays for them; empty: the user's default
     slurm_time: str = ""  # limit of each node's job, as sbatch --time; empty: the partition's
+    slurm_steps: bool = False  # nodes are steps of srun in the job of Slurm that everstep run stands in
     slurm_options: str = ""  # more words for sbatch, such as --mem=8G
     nodes: int = 1  # before so many nodes are there, this one included, nothing is started
     nodes_wait_s: float = 300.0  # but for so long at most; then the job begins with what there is

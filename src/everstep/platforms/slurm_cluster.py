@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -90,6 +90,12 @@ def check_slurm(settings: SlurmSettings) -> dict[str, str]:
     if code:
         raise ConfigError(refused_nodes(settings, code, errors.splitlines()))
     return partitions[name]
+
+
+def own_partition(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the fields of the partition that this process stands in; {}: Slurm does not say. Raise PlatformError."""
+    name = env.get("SLURM_JOB_PARTITION", "")
+    return read_partition(ask_slurm(["scontrol", "show", "partition", name, "-o"])) if name else {}
 
 
 class SlurmCluster:

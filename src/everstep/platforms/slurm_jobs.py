@@ -17,6 +17,7 @@ from everstep.platforms.cluster_nodes import NodeState, SeenNode
 SHOWN: Final = ("JobID", "State", "RestartCnt", "TimeLeft", "NodeList", "Reason", "Comment")
 FORMAT: Final = ",".join(f"{field}:255|" for field in SHOWN)
 """For ``squeue -O``."""
+STEP_FORMAT: Final = "%i|%j"
 _STATES: Final = {
     "PENDING": NodeState.ASKED,
     "CONFIGURING": NodeState.ASKED,
@@ -93,17 +94,41 @@ def job_words(settings: SlurmSettings, group: str, node: NodeId, run_dir: str) -
     return words + wanted_words(settings)
 
 
+def _agent_words(agent: AgentSettings) -> list[str]:
+    argv = [agent.python, "-P", "-m", "everstep.cli", "agent", "--join", agent.at, "--secret-file"]
+    argv += [f"{agent.run_dir}/secret", "--workers", str(agent.workers), "--ps", str(agent.ps)]
+    return [*argv, "--market", agent.market.value, "--reclaim", f"{agent.reclaim_s:g}"]
+
+
 def job_script(agent: AgentSettings, node: NodeId) -> str:
     """Return the script of a node's job. A job that Slurm queues again has a node of another name."""
     folder = shlex.quote(f"{agent.run_dir}/nodes")
-    argv = [agent.python, "-P", "-m", "everstep.cli", "agent", "--join", agent.at, "--secret-file"]
-    argv += [f"{agent.run_dir}/secret", "--workers", str(agent.workers), "--ps", str(agent.ps)]
-    argv += ["--market", agent.market.value, "--reclaim", f"{agent.reclaim_s:g}"]
+    argv = _agent_words(agent)
     return (
         "#!/bin/sh\n"
         f'node={node}; [ "${{SLURM_RESTART_COUNT:-0}}" = 0 ] || node="$node-r$SLURM_RESTART_COUNT"\n'
         f'exec {shlex.join(argv)} --node "$node" --machine "$SLURMD_NODENAME" --run-dir {folder}/"$node"\n'
     )
+
+
+def step_words(settings: SlurmSettings, job: str, node: NodeId, run_dir: str) -> list[str]:
+    """Return the words of ``srun`` for the step of a node: one task on a node of allocation ``job`` of its own."""
+    words = [f"--jobid={job}", f"--job-name={node}", "--nodes=1", "--ntasks=1", "--exact"]
+    words += [f"--cpus-per-task={settings.cpus}", "--kill-on-bad-exit=0", "--open-mode=append"]
+    words += [f"--gpus={settings.gpus}"] if settings.gpus else []
+    return [*words, f"--output={run_dir}/nodes/{node}.log", f"--chdir={run_dir}", *shlex.split(settings.options)]
+
+
+def step_script(agent: AgentSettings, node: NodeId) -> str:
+    """Return the command of a node's step."""
+    argv = [*_agent_words(agent), "--node", node, "--run-dir", f"{agent.run_dir}/nodes/{node}"]
+    return f'exec {shlex.join(argv)} --machine "$SLURMD_NODENAME"'
+
+
+def read_steps(text: str) -> dict[NodeId, str]:
+    """Return the steps that ``squeue --steps -o STEP_FORMAT`` shows, by name: their numbers."""
+    found = (line.strip().partition("|") for line in text.splitlines() if "|" in line)
+    return {NodeId(name.strip()): step.strip() for step, _, name in found}
 
 
 def environment(env: Mapping[str, str]) -> dict[str, str]:
