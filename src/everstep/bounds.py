@@ -28,6 +28,8 @@ WholeOrNone = Annotated[int, Meta(ge=-1, le=1 << 56)]
 Whole63 = Annotated[int, Meta(ge=0, le=INT63)]
 Places = Annotated[int, Meta(ge=0, le=PLACES_MAX)]
 """Of one node."""
+Threads = Annotated[int, Meta(ge=0, le=1024)]
+"""Of one process."""
 Members = Annotated[int, Meta(ge=0, le=MEMBERS_MAX)]
 Bits64 = Annotated[int, Meta(ge=0, extra={"bits": 64})]
 """A hash. The decoder of the wire has no larger numbers than 64 bits."""

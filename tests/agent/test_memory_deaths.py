@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from everstep.agent.memory_deaths import CLAIM_S, MemoryDeaths
+from everstep.agent.memory_deaths import CLAIM_S, MemoryDeaths, died_of_own_limit
 from everstep.model.memory_limit import MEMORY_STATUS, MemoryLimit, OutOfMemory
 from everstep.monitor.cgroup_memory import LimitRead
 
@@ -57,3 +57,17 @@ def test_a_kill_that_nobody_claims_is_forgotten() -> None:
     deaths.look(200.0)
     group.n = 1
     assert deaths.why(KILLED, False) is not None
+
+
+def test_a_death_of_its_own_limit_says_how_high_that_was() -> None:
+    assert MemoryDeaths(Group(None)).why(MEMORY_STATUS, False, 1 << 28) == OutOfMemory(MemoryLimit.PROCESS, 1 << 28)
+
+
+def test_a_script_without_memory_has_reached_its_limit_if_it_has_one_and_no_gpu_is_full() -> None:
+    assert died_of_own_limit("memory", "MemoryError", 1 << 30) == OutOfMemory(MemoryLimit.PROCESS, 1 << 30)
+    for cause, error, limit in (
+        ("memory", "MemoryError", 0),
+        ("memory", "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB. GPU 0", 1 << 30),
+        ("script", "ValueError", 1 << 30),
+    ):
+        assert died_of_own_limit(cause, error, limit) is None  # type: ignore[arg-type]

@@ -74,6 +74,30 @@ def test_it_begins_with_what_earlier_jobs_call_for(
     assert with_sizes(flags(script, max_workers=2, max_ps=2))[0]["workers"] == 2
 
 
+def test_it_begins_with_more_ps_than_those_that_died_of_their_memory(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EVERSTEP_HISTORY", str(tmp_path / "h.sqlite"))
+    JobHistory(tmp_path / "h.sqlite").add(
+        PastJob(
+            at=1.0, name="train", script="train.py", script_id=script_digest(script), args_id=args_digest(()),
+            mode="ps", workers=1, ps=1, phase="failed", exit_code=4, too_small={"ps": 256 << 20},
+        )
+    )  # fmt: skip
+    found, said = with_sizes(flags(script, max_ps=8))
+    assert found["ps"] == 2 and "(by the history: job 1: a ps died of 256.0 MiB of memory (1 ps))" in said
+    assert with_sizes(flags(script, max_ps=8, ps_memory="128MiB"))[0]["ps"] == 4
+    assert with_sizes(flags(script, max_ps=8, ps_memory="1GiB"))[0]["ps"] == 1
+    assert with_sizes(flags(script, max_ps=3, ps_memory="128MiB"))[0]["ps"] == 3, "within its bounds"
+
+
+def test_a_history_that_cannot_be_used_is_said(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "h.sqlite").write_bytes(b"no database at all" * 100)
+    monkeypatch.setenv("EVERSTEP_HISTORY", str(tmp_path / "h.sqlite"))
+    found, said = with_sizes(flags(script))
+    assert (found["workers"], found["ps"]) == (1, 1) and "cannot be used" in said and "\n" not in said
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [

@@ -49,6 +49,17 @@ def script(tmp_path: Path) -> str:
         (["status", "/nonexistent"], "/nonexistent"),
         (["logs", "/nonexistent"], "/nonexistent"),
         (["scale", "/nonexistent", "--workers", "2"], "/nonexistent"),
+        (["resize", "/nonexistent", "--ps-memory", "2GB"], "/nonexistent"),
+        (["resize", "/nonexistent"], "nothing to resize: give --ps-memory"),
+        (["resize", "/nonexistent", "--ps-memory", "much"], "--ps-memory much: expected a size such as 2GB"),
+        (["resize", "/nonexistent", "--worker-memory", "0"], "--worker-memory 0: must be above 0"),
+        (["resize", "/nonexistent", "--ps-threads", "0"], "--ps-threads 0: at least 1"),
+        (["resize", "k8s:flights", "--ps-memory", "2GB"], "of a pod are fixed when it is made"),
+        (["run", "--ps-memory", "1MB", "SCRIPT"], "ps_memory = '1MB' (--ps-memory): must be from 128MiB"),
+        (["run", "--worker-memory", "lots", "SCRIPT"], "worker_memory = 'lots' (--worker-memory): expected a size"),
+        (["run", "--ps", "0", "--mode", "allreduce", "--ps-memory", "1GB", "SCRIPT"], "this job has no ps"),
+        (["run", "--ps", "4", "--ps-memory", "2GB", "--max-memory", "7GB", "SCRIPT"], "4 ps of 2GB are more"),
+        (["run", "--ps-memory", "900TB", "SCRIPT"], "ps_memory = '900TB'"),
         (["stop", "/nonexistent"], "/nonexistent"),
         (["explain", "/nonexistent"], "/nonexistent"),
         (["replay", "/nonexistent"], "/nonexistent"),
@@ -102,7 +113,11 @@ def test_verbs_that_need_a_running_job_say_so(
 ) -> None:
     spec, origins = load_spec(None, {"script": script}, {})
     save_spec(tmp_path, spec, origins)
-    for verb in (["stop", str(tmp_path)], ["scale", str(tmp_path), "--workers", "3"]):
+    for verb in (
+        ["stop", str(tmp_path)],
+        ["scale", str(tmp_path), "--workers", "3"],
+        ["resize", str(tmp_path), "--ps-threads", "1"],
+    ):
         assert everstep(monkeypatch, *verb) == 2
         assert "not running" in one_line(capsys)
     assert everstep(monkeypatch, "status", str(tmp_path)) == 0

@@ -10,7 +10,7 @@ from everstep.cli.main import cli
 VERBS = [
     *"run status top logs scale drain checkpoint resume stop note explain replay audit ckpt advise".split(),  # noqa: SIM905
     *("doctor", "agent", "chaos", "cost", "simulate", "suspend", "unsuspend"),
-    *("bubbles", "crd", "pod", "operator", "submit", "estimate", "history", "graph"),
+    *("bubbles", "crd", "pod", "operator", "submit", "estimate", "history", "graph", "resize"),
 ]
 
 

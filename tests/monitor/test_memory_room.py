@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import select
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from everstep.model.memory_limit import LIMITS, MemoryLimit
 from everstep.monitor.cgroup_memory import MemoryGroup
-from everstep.monitor.memory_room import MemoryRoom, parse_process_bytes
+from everstep.monitor.memory_room import MemoryRoom, limit_of_process, memory_of_node, parse_process_bytes
 
 STATUS = "Name:\tpython3\nVmPeak:\t  600000 kB\nVmSize:\t  599660 kB\nVmRSS:\t   42208 kB\nVmData:\t  149772 kB\n"
 
@@ -43,3 +47,49 @@ def test_the_limit_that_leaves_least_room_counts(tmp_path: Path, monkeypatch: py
     assert tightest() == (MemoryLimit.CONTAINER, 512 * mib, 400 * mib)
     (tmp_path / "memory.max").write_text("max\n")
     assert room.readings(1, 1, 0) == {}
+
+
+def test_the_limit_of_a_process_that_has_ended_is_still_known() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert child.stdin is not None
+    resource.prlimit(child.pid, resource.RLIMIT_DATA, (300 << 20, resource.RLIM_INFINITY))
+    fd = os.pidfd_open(child.pid)
+    child.stdin.close()
+    try:
+        assert select.select([fd], [], [], 60)[0]
+        assert limit_of_process(child.pid) == 300 << 20
+    finally:
+        os.close(fd)
+        child.wait()
+    assert limit_of_process(child.pid) == 0, "it is gone"
+
+
+def test_what_one_process_may_have_on_this_node(tmp_path: Path) -> None:
+    group = MemoryGroup(tmp_path / "proc", tmp_path / "cgroup")  # there is none
+    (tmp_path / "meminfo").write_text("MemTotal:       2048 kB\nMemFree:        1024 kB\n")
+    assert memory_of_node(group, tmp_path / "meminfo") == (2 << 20, MemoryLimit.MACHINE)
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc" / "cgroup").write_text("0::/job\n")
+    (tmp_path / "cgroup" / "job").mkdir(parents=True)
+    (tmp_path / "cgroup" / "job" / "memory.max").write_text("1048576\n")
+    (tmp_path / "cgroup" / "job" / "memory.current").write_text("4096\n")
+    group = MemoryGroup(tmp_path / "proc", tmp_path / "cgroup")
+    assert memory_of_node(group, tmp_path / "meminfo") == (1 << 20, MemoryLimit.CONTAINER)
+
+
+BOUND = """
+import resource
+from everstep.monitor.memory_room import bound_memory
+resource.setrlimit(resource.RLIMIT_DATA, (400 << 20, 500 << 20))
+resource.setrlimit(resource.RLIMIT_AS, (1000 << 20, 2000 << 20))
+print(bound_memory(450 << 20) >> 20, bound_memory(900 << 20) >> 20, resource.getrlimit(resource.RLIMIT_AS)[0] >> 20)
+try:
+    bytearray(600 << 20)
+except MemoryError:
+    print("bounded")
+"""
+
+
+def test_a_process_is_bounded_up_to_its_users_limit() -> None:
+    done = subprocess.run([sys.executable, "-c", BOUND], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines() == ["450 500 1000", "bounded"], done.stderr

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from everstep.errors import DeadlineError, WireError
+from everstep.errors import DeadlineError, EverstepError, WireError
 from everstep.ids import Incarnation, LeaseNo, NodeId, ShardKey, Slot, TableId
 from everstep.model.member import Address
 from everstep.net import messages as wire
@@ -398,3 +398,24 @@ def test_threads_end_with_the_server(run_dir: Path, secret: Secret) -> None:
     assert set(threading.enumerate()) <= before
     for client in clients:
         client.close()
+
+
+def test_a_connection_for_which_there_is_no_thread_is_refused_and_the_next_one_is_taken(
+    ps: Ps, connect: Callable[..., DataClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ps without memory for another stack once took no connection any more, for ever: its acceptor had ended."""
+    start, failures = threading.Thread.start, [2]
+
+    def without_memory(self: threading.Thread) -> None:
+        if self.name == "everstep-data" and failures[0]:
+            failures[0] -= 1
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", without_memory)
+    for _ in range(2):
+        with pytest.raises(EverstepError):
+            connect()
+    assert failures == [0] and not ps.server._threads
+    answer, _ = connect().request(pull())
+    assert answer == wire.Pulled()

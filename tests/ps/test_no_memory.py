@@ -32,6 +32,12 @@ def test_a_thread_without_memory_ends_the_ps_with_one_line() -> None:
     assert done.stderr == "everstep: this ps gets no memory any more; it ends, and what others keep of it goes on\n"
 
 
+def test_a_thread_that_could_not_start_another_one_ends_it_too() -> None:
+    script = SCRIPT.format(error="RuntimeError").replace("std::bad_alloc", "can't start new thread")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == MEMORY_STATUS and "gets no memory" in done.stderr
+
+
 def test_a_thread_that_fails_otherwise_does_not() -> None:
     done = end_of("OSError")
     assert done.returncode == 0 and done.stdout == "goes on\n" and "OSError" in done.stderr

@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 from sizes import probe, table
 
-from everstep.sizing.past_jobs import KeptJob, Likeness, PastJob, as_probes, similar_jobs, with_history
+from everstep.sizing.past_jobs import (
+    KeptJob,
+    Likeness,
+    MemoryLesson,
+    PastJob,
+    as_probes,
+    memory_lessons,
+    similar_jobs,
+    with_history,
+    with_lessons,
+)
 from everstep.sizing.size_choice import Binding, Estimator, Wishes
 
 
@@ -75,3 +85,30 @@ def test_error_bars_reach_to_what_earlier_jobs_did() -> None:
     assert any("job 1 " in note and "the error bar reaches" in note for note in found.notes)
     assert any("job 2 " in note for note in found.notes)
     assert found.size == sizing.size
+
+
+def test_what_a_job_died_of_is_a_lesson_also_if_it_failed() -> None:
+    mb = 1 << 20
+    jobs = [
+        past(1, too_small={"ps": 100 * mb, "worker": 600 * mb}, phase="failed", exit_code=4),
+        past(2, too_small={"ps": 144 * mb}, memory={"ps": 288 * mb}, ps=2),
+        past(3, too_small={"ps": 999 * mb}, args_id="b"),
+        past(4),
+    ]
+    ps, worker = memory_lessons(jobs, "s", "a", "ps")
+    assert ps == MemoryLesson(2, "ps", 144 * mb, 2, 288 * mb) and worker == MemoryLesson(1, "worker", 600 * mb, 1)
+    assert ps.needed_bytes(2) == 288 * mb and ps.needed_bytes(4) == 144 * mb and worker.needed_bytes(4) == 1200 * mb
+    assert ps.words == "job 2: a ps died of 144.0 MiB of memory (2 ps), and came to its end with 288.0 MiB"
+    assert memory_lessons([past(5, too_small={"ps": 0, "moon": 7})], "s", "a", "ps") == []
+
+
+def test_an_estimate_starts_from_what_a_job_died_of() -> None:
+    sizing = Estimator((probe(tables=(table(),)),), Wishes(workers=1, ps=1)).sizing()
+    had = sizing.figures["ps_memory"].value
+    lesson = MemoryLesson(7, "ps", round(2 * had), 1)
+    found = with_lessons(sizing, [lesson])
+    figure = found.figures["ps_memory"]
+    assert figure.value == 2 * round(2 * had) and figure.low <= figure.value <= figure.high
+    assert figure.reason == lesson.words and any("job 7" in note for note in found.notes)
+    small = with_lessons(sizing, [MemoryLesson(8, "ps", round(had / 4), 1)])
+    assert small.figures["ps_memory"] == sizing.figures["ps_memory"], "the probe needs more than that"

@@ -28,7 +28,7 @@ import msgspec
 from everstep.agent.budget import RestartBudget
 from everstep.agent.logfiles import DiskWatch
 from everstep.agent.mastersilence import LOOK_S, CutOff, Hung, SilenceStep
-from everstep.agent.memory_deaths import MemoryDeaths
+from everstep.agent.memory_deaths import MemoryDeaths, died_of_own_limit
 from everstep.agent.rundir import remove_sockets
 from everstep.agent.scripterrors import ScriptErrors
 from everstep.agent.stacks import ask_for_stack, main_stack, read_stacks, size_of, stack_path, words_of
@@ -56,7 +56,9 @@ from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.capacity import Market
 from everstep.model.member import Address, Role
 from everstep.model.notice import Certainty, Notice
+from everstep.model.process_size import ProcessSize
 from everstep.monitor.cgroup_memory import MemoryGroup
+from everstep.monitor.memory_room import limit_of_process, memory_of_node
 from everstep.monitor.process_readings import clean_hardware, hardware_class, machine_name
 from everstep.monitor.vitals import read_vitals
 from everstep.net.messages import (
@@ -137,6 +139,7 @@ class Running(msgspec.Struct):
     not_before: float = 0.0  # a worker that is tried again, a little later
     killed: bool = False  # by this agent
     local: int = 0  # a worker's number on this node: which GPU it takes (``job.device``)
+    size: ProcessSize = ProcessSize()
 
     @property
     def name(self) -> str:
@@ -202,7 +205,8 @@ class Agent:
         self._cut_off = CutOff(spec.cut_off_s, spec.rejoin_s)
         self._hung = Hung(spec.master_silent_s, spec.master_lost_s)
         self._disk = DiskWatch(self.run_dir, spec.disk_full_s, self._tell)
-        self._memory = MemoryDeaths(MemoryGroup())
+        group = MemoryGroup()
+        self._memory, self._node_memory = MemoryDeaths(group), memory_of_node(group)
         self._connects_before = 0  # connections to earlier masters
         self._errors = ScriptErrors(self._say, spec.script_retries)
         self._asked_to_stop = False
@@ -719,8 +723,8 @@ class Agent:
         if self._template is None:
             return  # asked again when the next template is there
         logs = self.run_dir / "logs"
-        threads = self._threads()
-        pinned = "OMP_NUM_THREADS" in os.environ and not self.spec.threads_per_worker
+        threads = entry.size.threads or self._threads()
+        pinned = "OMP_NUM_THREADS" in os.environ and not (entry.size.threads or self.spec.threads_per_worker)
         torchrun: dict[str, str | None] = {}
         if self.spec.torchrun_env:
             places = self.worker_places or self.spec.workers
@@ -747,6 +751,7 @@ class Agent:
             threads=threads,
             processes=self.spec.worker_processes,
             copies=self.spec.stages > 1 and self.spec.copy_every != "off",
+            memory_bytes=entry.size.memory_bytes,
         )
         try:
             self._template.fork(request)
@@ -754,6 +759,7 @@ class Agent:
             self.log(f"{entry.name}: the template does not take orders: {error}")  # its end is noticed by the loop
 
     def _threads(self) -> int:
+        """Return the threads of a worker for which the master names none."""
         if self.spec.threads_per_worker:
             return self.spec.threads_per_worker
         pinned = os.environ.get("OMP_NUM_THREADS", "")
@@ -831,7 +837,7 @@ class Agent:
         if old is not None and old.status is None:
             self.log(f"{old.name} #{old.incarnation} is replaced by #{order.incarnation}: killing it")
             self._kill(old)
-        entry = Running(order.role, order.slot, order.incarnation)
+        entry = Running(order.role, order.slot, order.incarnation, size=order.size)
         others = [r for k, r in self._running.items() if k != key and r.role == Role.WORKER and r.status is None]
         entry.local = free_number(r.local for r in others)
         with self._lock:
@@ -853,6 +859,11 @@ class Agent:
             args += ["--host", self.host]
         log = self.run_dir / "logs" / f"ps-{entry.slot}.log"
         env = {**os.environ, "EVERSTEP_RUN_DIR": str(self.run_dir), "EVERSTEP_NODE": self.node}
+        if entry.size.threads:
+            args += ["--threads", str(entry.size.threads)]
+        if entry.size.memory_bytes:
+            args += ["--memory-bytes", str(entry.size.memory_bytes)]
+            env.setdefault("MALLOC_ARENA_MAX", "2")  # (each arena takes address space, which the limit counts)
         process = spawn(entry.name, python_argv("everstep.ps", *args), log, env=env)
         with self._lock:
             entry.process, entry.pid, entry.pidfd = process, process.pid, process.fileno()
@@ -861,13 +872,14 @@ class Agent:
 
     def _ps_ended(self, entry: Running) -> None:
         process = entry.process
+        limit_bytes = limit_of_process(entry.pid) if process is not None and process.wait(0.0) else 0
         status = process.reap() if process is not None else None
         if process is None or status is None:
             return
         self._selector.unregister(process)
         process.close()
         entry.process, entry.pidfd = None, -1
-        self._ended(entry, status)
+        self._ended(entry, status, limit_bytes)
 
     def _end(self, order: StopProcess) -> None:
         entry = self._running.get((order.role, order.slot))
@@ -894,8 +906,9 @@ class Agent:
         elif entry.pidfd >= 0:
             send_signal(entry.pidfd, signal.SIGKILL)
 
-    def _ended(self, entry: Running, status: int) -> None:
-        """A process is gone: remember it until the master has taken note."""
+    def _ended(self, entry: Running, status: int, limit_bytes: int = 0) -> None:
+        """A process is gone: remember it until the master has taken note. ``limit_bytes``: of its memory, as its end
+        left it; 0: not known."""
         if entry.status is not None:
             return
         with self._lock:
@@ -913,7 +926,11 @@ class Agent:
             error = last_error_line(self.run_dir / "logs" / f"ps-{entry.slot}.log")
             if not error and disk_is_full(self.run_dir):
                 error = f"no space left on the disk of {self.run_dir}"
-        memory = self._memory.why(status, entry.ending or entry.killed) if not error or entry.role == Role.PS else None
+        limit_bytes = limit_bytes or entry.size.memory_bytes or limit_of_process()
+        asked = entry.ending or entry.killed
+        memory = self._memory.why(status, asked, limit_bytes) if not error or entry.role == Role.PS else None
+        if failure is not None and not asked and not too_large:
+            memory = died_of_own_limit(failure.cause, error, limit_bytes)
         why = " (out of memory)" if memory is not None else ""
         self.log(f"{entry.name} #{entry.incarnation} ended: {describe_status(status)}{why} {error}".rstrip())
         of = entry.role, entry.slot, entry.incarnation
@@ -950,7 +967,8 @@ class Agent:
             running = tuple((r.role, r.slot, r.incarnation, r.pid) for r in self._running.values())
         places = self.worker_places, self.ps_places
         joined = NodeJoined(self.node, self.host, *places, running, self.hardware, self._returns)
-        placed = {"zone": self.zone, "market": self.market, "machine": self.machine}
+        memory = dict(zip(("memory_bytes", "memory_limit"), self._node_memory, strict=True))
+        placed = {**memory, "zone": self.zone, "market": self.market, "machine": self.machine}
         return msgspec.structs.replace(joined, **placed, copies=self._copies_at)
 
     def beat(self) -> Beat:

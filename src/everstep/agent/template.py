@@ -40,6 +40,7 @@ class Fork(msgspec.Struct, frozen=True, tag="fork"):
     threads: int
     processes: int = 1  # of this worker
     copies: bool = False  # the worker's processes are stages, and copy their state into memory of the template
+    memory_bytes: int = 0  # private writable memory that each of its processes may have; 0: no limit of ours
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):

@@ -26,6 +26,7 @@ from everstep.agent.unit import await_fate, await_followers, become_unit
 from everstep.config.load import read_spec
 from everstep.errors import EverstepError, ScriptError, script_place
 from everstep.model.failure import Failure
+from everstep.monitor.memory_room import bound_memory
 from everstep.storage.atomic import private
 from everstep.storage.space import is_full
 
@@ -122,6 +123,8 @@ def _become(request: Fork) -> None:
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(request.threads)
+    if request.memory_bytes:
+        bound_memory(request.memory_bytes)
 
 
 def _seed() -> None:

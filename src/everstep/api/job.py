@@ -87,7 +87,7 @@ class Job(RenamedJobNames):
         spec = runtime.spec
         _keep_memory()
         torch.manual_seed(spec.seed)  # before the model is built: every worker builds the same one
-        if spec.threads_per_worker:
+        if spec.threads_per_worker and runtime.embedded:  # (else its agent says how many, see everstep resize)
             torch.set_num_threads(spec.threads_per_worker)
         self.closed = False
         super().__init__(runtime, trainer(runtime))

@@ -20,9 +20,10 @@ from everstep.model.decision import Decision
 from everstep.model.failure import Failure
 from everstep.model.group import Committed, Group, HeldCopy, Position
 from everstep.model.member import Address, MemberKey, Role
-from everstep.model.memory_limit import OutOfMemory
+from everstep.model.memory_limit import MemoryLimit, OutOfMemory
 from everstep.model.placement import Placement
 from everstep.model.plan import Plan as PolicyPlan
+from everstep.model.process_size import ProcessSize
 from everstep.model.reasons import Arrival, CheckpointReason, LeaveReason
 from everstep.model.shard import Lease, ShardSchedule
 from everstep.model.snapshot import Holdings, Manifest, PartitionSnapshot, ReplicaCopy
@@ -53,7 +54,8 @@ class MasterStarted(Fact, frozen=True, tag="master_started"):
     likewise: a member that waits in a group whose others have come to the end of their scripts leaves it, and hears
     that its loop is over. ``recalls``, likewise: what a ps has no way to get is remembered until those workers have
     ended that must not see it begin again. ``awaits``, likewise: after the loss of a ps, partitions move when what was
-    lost is rebuilt and the ps in its place has joined."""
+    lost is rebuilt and the ps in its place has joined. ``resizes``, likewise: if a process died of a limit of its own,
+    the next ones of its role get more memory, once."""
 
     incarnation: Incarnation
     spec: JobSpec
@@ -67,10 +69,11 @@ class MasterStarted(Fact, frozen=True, tag="master_started"):
     frees: bool = False
     recalls: bool = False
     awaits: bool = False
+    resizes: bool = False
 
 
 RULES: Final[dict[str, bool]] = dict.fromkeys(
-    ("settles", "empties", "ranks", "refills", "saves", "flows", "keeps", "frees", "recalls", "awaits"), True
+    ("settles", "empties", "ranks", "refills", "saves", "flows", "keeps", "frees", "recalls", "awaits", "resizes"), True
 )
 """What today's masters say of themselves in :class:`MasterStarted`."""
 
@@ -89,6 +92,8 @@ class NodeJoined(Fact, frozen=True, tag="node_joined"):
     market: Market | None = None  # whether the platform may take its machine back; None: nobody said
     machine: PlaceName = ""  # nodes of one machine are lost together; "": it is the only one of its machine
     copies: Address | None = None  # where it keeps copies of stages for workers of other nodes (mode pipeline)
+    memory_bytes: Whole = 0  # that one process may have there at most; 0: not told
+    memory_limit: MemoryLimit = MemoryLimit.NONE  # who says so: its machine, its container, its user's limit
 
 
 class NodeLost(Fact, frozen=True, tag="node_lost"):
@@ -304,6 +309,13 @@ class ScaleAsked(Fact, frozen=True, tag="scale_asked"):
     also: tuple[tuple[Role, Members], ...] = ()
 
 
+class ResizeAsked(Fact, frozen=True, tag="resize_asked"):
+    """Asks for another size of processes that start from now on, by role; those that run keep theirs. The whole is
+    taken, or refused. Answer: Ok | Refused."""
+
+    sizes: tuple[tuple[Role, ProcessSize], ...]  # of a wish 0: as before
+
+
 class GroupAsked(Fact, frozen=True, tag="group_asked", rename={"position": "mark"}):
     """A worker is in the loop over ``dataset``, in epochs below ``until_epoch``, and wants to train in the group.
     Said again after every hello. ``position``: of the state that it has, None: it has none yet (it has just started).
@@ -474,6 +486,7 @@ Reported = (
     | ShardDone
     | ShardReturned
     | ScaleAsked
+    | ResizeAsked
     | StopAsked
     | SuspendAsked
     | MirrorsReady
@@ -654,7 +667,8 @@ class Reply(Instruction, frozen=True, tag="reply"):
 
 
 class StartProcess(Instruction, frozen=True, tag="start_process"):
-    """The agent of ``node`` starts this process, unless it runs it already; not before ``after_s`` seconds."""
+    """The agent of ``node`` starts this process, unless it runs it already; not before ``after_s`` seconds. It gets
+    ``size``."""
 
     node: NodeId
     role: Role
@@ -662,6 +676,7 @@ class StartProcess(Instruction, frozen=True, tag="start_process"):
     incarnation: Incarnation
     decision: Decision
     after_s: float = 0.0
+    size: ProcessSize = ProcessSize()
 
 
 class StopProcess(Instruction, frozen=True, tag="stop_process"):

@@ -9,6 +9,9 @@ import msgspec
 from everstep.brain.events import FinishJob
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation
+from everstep.model.member import Role
+from everstep.model.memory_limit import OutOfMemory
+from everstep.model.process_size import ProcessSize
 
 
 class Phase(StrEnum):
@@ -44,6 +47,7 @@ class JobRules(msgspec.Struct, frozen=True, kw_only=True):
     frees: bool = False
     recalls: bool = False
     awaits: bool = False
+    resizes: bool = False
 
 
 class JobState(msgspec.Struct, kw_only=True):
@@ -51,7 +55,9 @@ class JobState(msgspec.Struct, kw_only=True):
     numbers. ``rules``: how its present master decides.
     ``gathered``: the job waits for no more nodes before it begins (``nodes``); ``nodes_due_at``: until then it does,
     0.0: none has joined. ``anyway``: the job has waited for long enough, and runs with those who are there.
-    ``workers_asked``: how many it was scaled to last, beside those that nodes bring along; 0: it was not scaled."""
+    ``workers_asked``: how many it was scaled to last, beside those that nodes bring along; 0: it was not scaled.
+    ``sizes``: of processes that start from now on, by role. ``raised``: roles that got more memory since one of their
+    processes had died of its own limit. ``too_small``: the largest limit of memory that a process died of, by role."""
 
     spec: JobSpec = JobSpec()
     master_incarnation: Incarnation = Incarnation(0)
@@ -68,6 +74,9 @@ class JobState(msgspec.Struct, kw_only=True):
     nodes_due_at: float = 0.0
     anyway: bool = False
     workers_asked: int = 0
+    sizes: dict[Role, ProcessSize] = {}
+    raised: list[Role] = []
+    too_small: dict[Role, OutOfMemory] = {}
 
     @property
     def over(self) -> bool:

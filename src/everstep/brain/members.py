@@ -9,6 +9,7 @@ import msgspec
 from everstep.ids import Incarnation, LeaseNo, NodeId, ShardKey, Slot
 from everstep.model.capacity import Market
 from everstep.model.member import Address, Member, MemberState, Role
+from everstep.model.memory_limit import MemoryLimit
 from everstep.policies.node_selection import HOME_NODE, NodeRoom, choose_ps_node, choose_worker_node
 
 _WORKER = Role.WORKER
@@ -21,7 +22,8 @@ class Node(msgspec.Struct):
     whole node may be cut off, and nobody is started there. 0.0: it is heard. ``machine``: that it stands on, "": one of
     its own. ``zone``: "": nobody said. ``since``: when it joined, or came back. ``counted``: no places are
     none (else the home node takes any number). ``market``: of its machine; None, as nobody said, counts as one that
-    stays. ``copies``: where its agent keeps copies of stages for workers of other nodes; None: it keeps none."""
+    stays. ``copies``: where its agent keeps copies of stages for workers of other nodes; None: it keeps none.
+    ``memory_bytes``, ``memory_limit``: that one process may have there, and who says so; 0: not told."""
 
     node: NodeId
     host: str
@@ -38,6 +40,8 @@ class Node(msgspec.Struct):
     counted: bool = False
     market: Market | None = None
     copies: Address | None = None
+    memory_bytes: int = 0
+    memory_limit: MemoryLimit = MemoryLimit.NONE
 
     def takes(self, role: Role) -> bool:
         """Return whether processes of this role may run here at all."""

@@ -28,9 +28,11 @@ from everstep.model.plan import (
     KillRestart,
     MovePartitions,
     Plan,
+    Resize,
     Scale,
 )
 from everstep.model.step_schedule import BatchShare
+from everstep.policies.process_sizes import refuse_wish
 from everstep.policies.scaling import MAX_PS, refuse_workers
 
 MAX_ACTIONS = 16
@@ -107,9 +109,10 @@ def refuse(plan: Plan, seen: Observations) -> str:
     batch: Mapping[Slot, int] = {w.slot: w.share for w in seen.workers}
     accum: Mapping[Slot, int] = {}
     kinds = [type(action) for action in plan.actions]
-    for kind in kinds:
-        if kinds.count(kind) > 1:
-            return f"{_tag(kind)} twice in one plan"
+    about = [(type(action), action.role if isinstance(action, Resize) else None) for action in plan.actions]
+    for kind, role in about:
+        if about.count((kind, role)) > 1:
+            return f"{_tag(kind)} twice in one plan" + (f" for {role}" if role is not None else "")
     for action in plan.actions:
         error = _refuse(action, seen)
         if error:
@@ -180,6 +183,10 @@ def _refuse(action: Action, seen: Observations) -> str:
             if not 0 <= servers <= MAX_PS:
                 return f"{servers} ps: must be from 0 (as many as there are) to {MAX_PS}"
             return refuse_workers(count)
+        case Resize(role=role, threads=threads, memory_bytes=memory_bytes):
+            if role is Role.PS and not seen.servers:
+                return "this job has no ps"
+            return refuse_wish(role, threads, memory_bytes)
     return ""
 
 

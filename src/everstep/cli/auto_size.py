@@ -13,6 +13,8 @@ from everstep.config.load import check_script
 from everstep.config.parity import parse_code
 from everstep.config.sized import AUTO
 from everstep.errors import ConfigError, EverstepError
+from everstep.sizing.past_jobs import MemoryLesson
+from everstep.units import size_bytes
 
 MAX_PS: Final = 4
 """Ps that a job gets at most where nobody said ``--max-ps``; never fewer than its parity needs."""
@@ -40,7 +42,7 @@ def with_sizes(flags: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     begin = {"workers": max(1, _number(flags, "min_workers")), "ps": max(width, _number(flags, "min_ps"))}
     source = "no earlier job says more"
     if script is not None and (guessed := _from_history(script, found, mode, asked)):
-        begin |= {role: min(max(begin[role], guessed[0][role]), found[f"max_{role}"]) for role in asked}
+        begin |= {role: max(begin[role], min(guessed[0][role], found[f"max_{role}"])) for role in asked}
         source = guessed[1]
     for role in asked:
         if begin[role] > found[f"max_{role}"]:
@@ -63,7 +65,8 @@ def _number(flags: Mapping[str, Any], name: str) -> int:
 def _from_history(
     script: Path, flags: Mapping[str, Any], mode: str, asked: list[str]
 ) -> tuple[dict[str, int], str] | None:
-    """Return the size that earlier jobs of this script call for, and which they are; None: there are none."""
+    """Return the size that earlier jobs of this script call for, and which they are; None: there are none. Fewer ps
+    than hold what a ps died of are not enough."""
     estimate = EstimateFlags(
         mode=mode,
         workers=_number(flags, "workers") or None,
@@ -76,11 +79,24 @@ def _from_history(
     )
     try:
         wishes = wishes_of(estimate, mode)
-        similar, trouble = earlier_jobs(script, tuple(flags.get("args", ())), wishes, estimate.stages or 1)
-        if not similar:
-            return None
-        _, sizing = from_history(script, similar, estimate, wishes, trouble)
+        like = tuple(flags.get("args", ())), wishes, estimate.stages or 1
+        similar, lessons, trouble = earlier_jobs(script, *like)
+        found = {"workers": 1, "ps": 1}
+        source = trouble or "no earlier job says more"
+        if similar:
+            _, sizing = from_history(script, similar, estimate, wishes, trouble)
+            found = {"workers": sizing.size.workers, "ps": max(1, sizing.size.ps)}
+            source = f"by the history: {', '.join(f'job {one.kept.number}' for one in similar[:3])}"
+        for lesson in lessons:
+            if lesson.role == "ps" and "ps" in asked:
+                found["ps"] = max(found["ps"], _ps_for(lesson, str(flags.get("ps_memory") or "")))
+                source = f"{source}; {lesson.words}" if similar else f"by the history: {lesson.words}"
     except EverstepError:
         return None  # (what is wrong with the flags themselves is said when the job's settings are checked)
-    used = ", ".join(f"job {one.kept.number}" for one in similar[:3])
-    return {"workers": sizing.size.workers, "ps": max(1, sizing.size.ps)}, f"by the history: {used}"
+    return found, source
+
+
+def _ps_for(lesson: MemoryLesson, ps_memory: str) -> int:
+    """Return how many ps hold what a ps died of, if each has ``ps_memory``, or as much as that one had."""
+    each = size_bytes(ps_memory) if ps_memory else lesson.died_bytes
+    return -(-lesson.needed_bytes(1) // max(1, each))

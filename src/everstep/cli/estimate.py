@@ -18,7 +18,15 @@ from everstep.config.parity import parse_code
 from everstep.errors import ConfigError, EverstepError
 from everstep.monitor.job_history import args_digest, script_digest, user_history
 from everstep.monitor.process_readings import hardware_class
-from everstep.sizing.past_jobs import Similar, as_probes, similar_jobs, with_history
+from everstep.sizing.past_jobs import (
+    MemoryLesson,
+    Similar,
+    as_probes,
+    memory_lessons,
+    similar_jobs,
+    with_history,
+    with_lessons,
+)
 from everstep.sizing.probe_readings import ProbeRun
 from everstep.sizing.size_choice import Estimated, Estimator, Sizing, Wishes, check_wishes
 from everstep.units import human_bytes, seconds, size_bytes
@@ -56,12 +64,12 @@ def estimate(command: Sequence[str], flags: EstimateFlags, as_json: bool, no_run
         raise ConfigError("no script: everstep estimate train.py [ARGS]")
     script = check_script(command[0])
     wishes = wishes_of(flags, declared_mode(script))
-    similar, trouble = earlier_jobs(script, tuple(command[1:]), wishes, flags.stages or 1)
+    similar, lessons, trouble = earlier_jobs(script, tuple(command[1:]), wishes, flags.stages or 1)
     if trouble and not as_json:
         click.echo(f"everstep: {trouble}", err=True)
     if no_run:
         probes, sizing = from_history(script, similar, flags, wishes, trouble)
-        show(sizing, probes, as_json)
+        show(with_lessons(sizing, lessons), probes, as_json)
         return
     if not as_json:
         click.echo(
@@ -70,7 +78,7 @@ def estimate(command: Sequence[str], flags: EstimateFlags, as_json: bool, no_run
             err=True,
         )
     probes = probe_all(script, tuple(command[1:]), flags, wishes)
-    show(with_history(Estimator(probes, wishes).sizing(), similar), probes, as_json)
+    show(with_lessons(with_history(Estimator(probes, wishes).sizing(), similar), lessons), probes, as_json)
 
 
 def show(sizing: Sizing, probes: tuple[ProbeRun, ...], as_json: bool) -> None:
@@ -82,17 +90,21 @@ def show(sizing: Sizing, probes: tuple[ProbeRun, ...], as_json: bool) -> None:
         click.echo(line)
 
 
-def earlier_jobs(script: Path, args: tuple[str, ...], wishes: Wishes, stages: int) -> tuple[list[Similar], str]:
-    """Return the jobs of the history that are like this one, and one line if the history cannot be used."""
+def earlier_jobs(
+    script: Path, args: tuple[str, ...], wishes: Wishes, stages: int
+) -> tuple[list[Similar], list[MemoryLesson], str]:
+    """Return the jobs of the history that are like this one, what they have taught of memory, and one line if the
+    history cannot be used."""
     history = user_history()
     if history is None:
-        return [], ""
+        return [], [], ""
     digest = script_digest(script)
     try:
         kept = history.jobs(digest)
     except EverstepError as error:
-        return [], str(error)
-    return similar_jobs(kept, digest, args_digest(args), wishes.mode, hardware_class(), stages), ""
+        return [], [], str(error)
+    like = digest, args_digest(args), wishes.mode
+    return similar_jobs(kept, *like, hardware_class(), stages), memory_lessons(kept, *like), ""
 
 
 def from_history(

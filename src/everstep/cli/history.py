@@ -110,7 +110,7 @@ _NUMBERS = {
 
 
 def _facts(job: PastJob) -> dict[str, str]:
-    failures = failures_text(job.failures) or "none"
+    failures, died = failures_text(job.failures) or "none", job.too_small
     return {
         "name": escaped(job.name, 60),
         "script": f"{escaped(job.script, 60)} ({job.script_id[:8]})",
@@ -128,6 +128,7 @@ def _facts(job: PastJob) -> dict[str, str]:
         "peak of a ps": human_bytes(job.ps_peak_bytes),
         "model": human_bytes(job.model_bytes),
         "failures": failures,
+        "died of memory": ", ".join(f"a {r} of {human_bytes(n)}" for r, n in died.items()) or "none",
         "end": f"{escaped(job.phase, 20)} ({job.exit_code})",
     }
 

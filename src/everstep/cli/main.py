@@ -44,7 +44,11 @@ def cli() -> None:
 @click.option("--max-workers", type=int, help="No more workers than these, whatever nodes bring along.")
 @click.option("--min-ps", type=int, help="With fewer ps the job counts as waiting (default 1).")
 @click.option("--max-ps", type=int, help="No more ps than these.")
-@click.option("--max-memory", help="Policy auto: of all workers and ps together, e.g. 16GB.")
+@click.option("--max-memory", help="Of all workers and ps together, e.g. 16GB (policy auto, --ps-memory).")
+@click.option("--ps-memory", help="Private memory that each ps may have, e.g. 2GB (default: what its node gives).")
+@click.option("--worker-memory", help="The same of each worker, e.g. 4GB.")
+@click.option("--ps-threads", type=int, help="Processors that each ps may use (default: all of its node).")
+@click.option("--worker-threads", "threads_per_worker", type=int, help="Of each worker (default: its share of cores).")
 @click.option("--max-wait", help="So long the job waits for enough workers and ps, e.g. 10m (default off: for ever).")
 @click.option("--on-wait-timeout", help="What then: suspend (default), fail, or run with those who are there.")
 @click.option("--recovery", help="After a loss: run_with_available (default) or wait_for_all.")
@@ -396,6 +400,22 @@ def scale(run_dir: Path, workers: int | None, ps: int | None) -> None:
         cluster_job.scale(run_dir, workers, ps)
         return
     scale_job(run_dir, workers, ps)
+
+
+@cli.command()
+@RUN_DIR
+@click.option("--ps-memory", help="Private memory of each ps that starts from now on, e.g. 2GB.")
+@click.option("--ps-threads", type=int, help="Processors that each ps may use that starts from now on.")
+@click.option("--worker-memory", help="Private memory of each worker that starts from now on, e.g. 4GB.")
+@click.option("--worker-threads", type=int, help="Threads of each worker that starts from now on.")
+def resize(
+    run_dir: Path, ps_memory: str | None, ps_threads: int | None, worker_memory: str | None, worker_threads: int | None
+) -> None:
+    """Change the threads and memory of processes that start from now on; nobody is restarted for it."""
+    from everstep.cli.resize import ResizeFlags
+    from everstep.cli.resize import resize as resize_job
+
+    resize_job(run_dir, ResizeFlags(ps_memory, ps_threads, worker_memory, worker_threads))
 
 
 @cli.command()

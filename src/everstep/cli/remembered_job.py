@@ -86,6 +86,8 @@ def record_of(spec: JobSpec, summary: Mapping[str, Any], seen: SeenJob, at: floa
         planned={"workers": spec.workers, "ps": spec.ps, "budget": spec.budget},
         came={**came, "workers": seen.workers, "ps": seen.ps},
         spent_usd=summary.get("spent_usd"),
+        too_small={str(role): int(died[1]) for role, died in (summary.get("too_small") or {}).items()},
+        memory={str(role): int(size[1]) for role, size in (summary.get("sizes") or {}).items() if size[1]},
     )
 
 

@@ -18,11 +18,14 @@ from everstep.model.job_view import (
     PlanView,
     ProtectionView,
     ShownState,
+    SizeView,
     SupervisionView,
 )
 from everstep.model.member import Role
 from everstep.model.memory_limit import OUT_OF_MEMORY
 from everstep.model.partition_load import PartitionView
+from everstep.model.process_size import ProcessSize
+from everstep.policies.process_sizes import size_words
 from everstep.units import human_bytes
 
 if TYPE_CHECKING:
@@ -151,6 +154,12 @@ def node_text(node: NodeView) -> str:
     parts += ["draining"] if node.draining else []
     parts += [] if node.alive else ["lost"]
     return f"{name}: {', '.join(parts) or 'nothing runs there'}"
+
+
+def sizes_text(sizes: dict[str, SizeView]) -> str:
+    """Return ``each new process gets: ps 2.0 GiB, 4 threads; worker 2 threads``; "": nothing is named."""
+    found = {role: size_words(ProcessSize(size.threads, size.memory_bytes)) for role, size in sorted(sizes.items())}
+    return "each new process gets: " + "; ".join(f"{role} {text}" for role, text in found.items()) if found else ""
 
 
 def placement_text(found: PlacementView) -> str:
@@ -305,6 +314,8 @@ def fact_lines(view: JobView) -> Iterator[tuple[str, bool]]:
         yield found, view.supervision.state != "running"
     if len(view.nodes) > 1 or any(n.draining or not n.alive for n in view.nodes):
         yield from ((node_text(node), node.draining or not node.alive) for node in view.nodes)
+    if sizes := sizes_text(view.sizes):
+        yield sizes, False
     if view.group is not None:
         yield group_text(view.group), bool(view.group.paused)
     if view.placement is not None:

@@ -31,6 +31,7 @@ from everstep.config.capacity import CLUSTERS, check_zone, parse_capacity
 from everstep.config.consistency import parse_consistency
 from everstep.config.every import parse_every
 from everstep.config.limit import parse_limit
+from everstep.config.memory import check_memory
 from everstep.config.notices import parse_notices
 from everstep.config.parity import parse_code, refuse_few
 from everstep.config.renamed import POLICIES as POLICY_ALIASES
@@ -39,7 +40,7 @@ from everstep.config.renamed import renamed_line
 from everstep.config.sized import AUTO, SIZED
 from everstep.config.spec import JobSpec
 from everstep.errors import ConfigError, PlatformError
-from everstep.units import seconds, size_bytes
+from everstep.units import seconds
 
 FORMAT: Final = 1
 """Version of a run directory. It grows when an older everstep could misread what a newer one wrote."""
@@ -92,6 +93,7 @@ _RANGES: Final[dict[str, tuple[float, float]]] = {
     "master_silent_s": (2.0, 86_400.0),
     "master_lost_s": (3.0, 86_400.0),
     "threads_per_worker": (0, 1024),
+    "ps_threads": (0, 1024),
     "rebuild_share": (0.01, 1.0),
     "checkpoint_keep": (1, 1_000_000),
     "checkpoint_full_every": (0, 1_000_000),
@@ -227,7 +229,7 @@ def check_spec(spec: JobSpec, origins: Mapping[str, str] | None = None) -> None:
             f"master_lost_s = {spec.master_lost_s}{at['master_lost_s']}: below master_silent_s = {spec.master_silent_s}"
         )
     _check_policy(spec, at)
-    _check_memory(spec, at)
+    check_memory(spec, at)
     _check_spot_policy(spec, at)
     parse_limit(spec.progress_timeout, f"progress_timeout{at['progress_timeout']}")
     parse_every(spec.checkpoint_every, f"checkpoint_every{at['checkpoint_every']}")
@@ -416,21 +418,6 @@ def _check_policy(spec: JobSpec, at: Mapping[str, str]) -> None:
     missing = [role for role in ("workers", *(["ps"] if spec.ps else [])) if not getattr(spec, f"max_{role}")]
     if missing:
         raise ConfigError(f"{where}: needs a bound; give max_{missing[0]}")
-
-
-def _check_memory(spec: JobSpec, at: Mapping[str, str]) -> None:
-    """Check the memory that all processes of the job may take."""
-    if not spec.max_memory:
-        return
-    where = f"max_memory = {spec.max_memory!r}{at['max_memory']}"
-    try:
-        most = size_bytes(spec.max_memory)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: expected a size such as '16GB' ({error})") from None
-    if not 1 << 20 <= most <= 1 << 56:
-        raise ConfigError(f"{where}: must be from 1MiB to {1 << 36}MiB")
-    if "auto" not in spec.policy.split("+"):
-        raise ConfigError(f"{where}: needs policy: auto, which chooses sizes")
 
 
 def _check_one_policy(spec: JobSpec, name: str, where: str) -> None:

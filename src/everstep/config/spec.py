@@ -94,6 +94,9 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     master_lost_s: float = 15.0  # ... and for so long is replaced
     start_s: float = 600.0  # from the order to start a process to its hello (es.join); then it is replaced
     threads_per_worker: int = 0  # OMP_NUM_THREADS of a worker; 0: cores of the node / workers on it, at least 1
+    ps_threads: int = 0  # processors that one ps may use; 0: all of its node
+    worker_memory: str = ""  # "4GB": private memory that each worker may have; empty: what its node gives
+    ps_memory: str = ""  # the same of each ps
     preload: tuple[str, ...] = ()  # more modules for the warm template to import
     parity: str = "0"  # "K+M": K data partitions a stripe, M parity partitions; "1+1" is a replica; "0" is off
     protect: Literal["acked", "eager", "lag"] = "acked"  # whether a push waits until parity has it; lag: later

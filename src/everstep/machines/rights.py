@@ -35,6 +35,7 @@ from everstep.brain.events import (
     Refused,
     RemarkMade,
     ReplicaWritten,
+    ResizeAsked,
     ScaleAsked,
     Sender,
     ShardAsked,
@@ -309,6 +310,12 @@ def _scale(brain: Brain, who: Sender, r: ScaleAsked) -> str:
     return ""
 
 
+def _resize(brain: Brain, who: Sender, r: ResizeAsked) -> str:
+    if any(role is Role.MASTER for role, _ in r.sizes):
+        return "the master has no size"
+    return ""
+
+
 def _place(brain: Brain, who: Sender, r: wire.ClockReported) -> str:
     bad = next((p.slot for p in r.clock.parts if p.slot not in brain.members.workers), None)
     return "" if bad is None else f"there is no worker:{bad}"
@@ -367,6 +374,7 @@ RIGHTS: Final[dict[type, Right]] = {
     DrainAsked: Right(_COMMAND | _AGENT | _PS, _may_drain, _anyone),
     CheckpointAsked: Right(_COMMAND | _WORKER, _anyone, _checkpoint_asked),
     ScaleAsked: Right(_COMMAND, _anyone, _scale),
+    ResizeAsked: Right(_COMMAND, _anyone, _resize),
     RemarkMade: Right(_COMMAND, _anyone, _remark),
     CapacityChanged: Right(_COMMAND, _anyone, _capacity),
     StopAsked: Right(_COMMAND | _AGENT, _anyone, _anyone),

@@ -166,6 +166,8 @@ class Observer:
             min_ps=max(spec.min_ps, parse_code(spec.parity).width if spec.ps else 1),
             max_ps=min(spec.max_ps, spec.partitions),
             optimize=spec.optimize,
+            worker_size=brain.concerns.sizes.of(Role.WORKER),
+            ps_size=brain.concerns.sizes.of(Role.PS),
             samples_done=self._readings.samples_done(brain, self._watch),
             max_memory_bytes=size_bytes(spec.max_memory) if spec.max_memory else 0,
         )

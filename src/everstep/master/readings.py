@@ -17,6 +17,8 @@ from everstep.brain.supervision import StageChange
 from everstep.brain.watch import HeartbeatWatch
 from everstep.ids import Incarnation
 from everstep.model.member import MemberKey, MemberState
+from everstep.model.memory_limit import OutOfMemory
+from everstep.model.process_size import ProcessSize
 from everstep.monitor.viewer import Measured, failures_view, is_protected
 
 METRICS_FILE = "metrics.jsonl"
@@ -74,6 +76,8 @@ class SummaryFile(msgspec.Struct, kw_only=True):
     spent_usd: float | None = None  # None: the job has no prices
     budget_asked: bool = False  # it was asked to be suspended for its budget
     stages: tuple[StageChange, ...] = ()  # its last changes of state
+    sizes: dict[str, ProcessSize] = {}  # of processes that started last, by role
+    too_small: dict[str, OutOfMemory] = {}  # the largest limit of memory that a process died of, by role
 
 
 class Progress:
@@ -251,4 +255,6 @@ class Readings:
             suspended=brain.state.supervision.suspending if job.phase is Phase.SUSPENDED else "",
             by_itself=job.phase is Phase.SUSPENDED and brain.state.supervision.by_itself,
             stages=tuple(brain.state.supervision.changes),
+            sizes={role.value: size for role, size in job.sizes.items()},
+            too_small={role.value: died for role, died in job.too_small.items()},
         )

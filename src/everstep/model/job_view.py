@@ -435,6 +435,17 @@ class SpeedView(msgspec.Struct, frozen=True, rename={"faults": "drills"}):
     binding: BindingView | None = None
 
 
+class SizeView(msgspec.Struct, frozen=True):
+    """Shows what each process of a role gets that starts from now on.
+
+    - ``threads``: of a worker, those that compute; of a ps, processors; 0: as its node gives them [threads]
+    - ``memory_bytes``: private memory that it may have; 0: as its node gives it [bytes]
+    """
+
+    threads: int = 0
+    memory_bytes: int = 0
+
+
 class JobView(msgspec.Struct, frozen=True, kw_only=True, tag="job_view"):
     """Shows a job at one moment.
 
@@ -449,6 +460,8 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True, tag="job_view"):
     - ``master_incarnation``: masters that the job has had [number]
     - ``members``: the master, all slots of workers and of ps [members]
     - ``members_wanted``: how many workers and ps the job wants, by role [processes]
+    - ``sizes``: of processes that start from now on, by role; a role of which nothing is named is left out [threads,
+      bytes]
     - ``nodes``: that have joined [nodes]
     - ``epochs``: the newest of each dataset [epochs]
     - ``shards``: of the newest epochs [shards]
@@ -480,6 +493,7 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True, tag="job_view"):
     master_incarnation: Incarnation
     members: tuple[MemberView, ...]
     members_wanted: dict[str, int] = {}
+    sizes: dict[str, SizeView] = {}
     nodes: tuple[NodeView, ...] = ()
     epochs: tuple[EpochView, ...]
     shards: ShardsView = ShardsView()

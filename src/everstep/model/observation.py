@@ -15,6 +15,7 @@ from everstep.config.renamed import renamed_line
 from everstep.ids import Incarnation, NodeId, PartitionId, Slot
 from everstep.model.member import Role
 from everstep.model.memory_limit import MemoryLimit
+from everstep.model.process_size import ProcessSize
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,4 +137,6 @@ class Observations(msgspec.Struct, frozen=True, kw_only=True):
     max_ps: int = 0
     optimize: str = "time"  # what sizes are chosen for: time, waste, cost
     max_memory_bytes: int = 0  # of all workers and ps together; 0: any
+    worker_size: ProcessSize = ProcessSize()  # that workers get which start from now on (``plan.Resize``)
+    ps_size: ProcessSize = ProcessSize()
     samples_done: int = 0

@@ -64,7 +64,16 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="SCAL
     ps: int = 0  # 0: as many as there are
 
 
-Action = AdjustBatch | AdjustAccum | AdjustRate | BackupWorkers | KillRestart | MovePartitions | Scale
+class Resize(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="RESIZE"):
+    """Says how many threads and how much memory processes of a role get that start from now on. Those that run keep
+    what they have. 0: as before. A plan may have one for each role."""
+
+    role: Role
+    threads: int = 0
+    memory_bytes: int = 0  # private writable memory of each process
+
+
+Action = AdjustBatch | AdjustAccum | AdjustRate | BackupWorkers | KillRestart | MovePartitions | Scale | Resize
 
 
 def __getattr__(name: str) -> Any:

@@ -40,17 +40,26 @@ _LIMITS = {
 _REMEDIES = {
     MemoryLimit.NONE: "give it more memory",
     MemoryLimit.STORE: "raise ps_limit_bytes",
-    MemoryLimit.PROCESS: "raise it (ulimit -d, ulimit -v)",
+    MemoryLimit.PROCESS: "raise it (--ps-memory, --worker-memory, everstep resize, ulimit -d, ulimit -v)",
     MemoryLimit.CONTAINER: "give the container more memory (memory of its pod, --mem of its Slurm job)",
     MemoryLimit.MACHINE: "have fewer processes on the machine",
 }
 
 
+def limit_words(died: OutOfMemory) -> str:
+    """Return the limit that a process reached: ``the limit of its process (144.0 MiB)``."""
+    return _LIMITS[died.limit] + (f" ({human_bytes(died.limit_bytes)})" if died.limit_bytes else "")
+
+
+def limit_remedy(limit: MemoryLimit) -> str:
+    """Return what raises a limit of memory."""
+    return _REMEDIES[limit]
+
+
 def memory_words(died: OutOfMemory, role: Role) -> str:
     """Return that a process died of its memory, and what a reader can do, in one line."""
-    limit = _LIMITS[died.limit] + (f" ({human_bytes(died.limit_bytes)})" if died.limit_bytes else "")
     more = "have smaller batches" if role is Role.WORKER else "have more ps (everstep scale, --ps auto)"
-    return f"out of memory: it reached {limit}; {_REMEDIES[died.limit]}, or {more}"
+    return f"out of memory: it reached {limit_words(died)}; {_REMEDIES[died.limit]}, or {more}"
 
 
 def checkpoint_words(reason: CheckpointReason) -> str:

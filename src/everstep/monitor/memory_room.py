@@ -20,6 +20,43 @@ def parse_process_bytes(text: str, name: str) -> int | None:
     return 1024 * int(found[1]) if found is not None else None
 
 
+def limit_of_process(pid: int = 0) -> int:
+    """Return the bytes of the tighter limit of a process (``ulimit -d``, ``ulimit -v``), also of one that has ended and
+    was not reaped; 0: this one. 0 is returned if there is none, or nobody may know."""
+    found = []
+    for _, kind in _KINDS:
+        with contextlib.suppress(OSError):
+            soft = resource.prlimit(pid, kind)[0]
+            found += [soft] if soft != resource.RLIM_INFINITY else []
+    return min(found, default=0)
+
+
+def memory_of_node(group: MemoryGroup, meminfo: Path = Path("/proc/meminfo")) -> tuple[int, MemoryLimit]:
+    """Return the bytes that one process may have on this machine at most, and who says so: the machine, the container
+    of this process, or the hard limit of its user. 0: nobody says."""
+    found = []
+    with contextlib.suppress(OSError):
+        if total := parse_process_bytes(meminfo.read_text(), "MemTotal"):
+            found.append((total, MemoryLimit.MACHINE))
+    if (read := group.limit()) is not None:
+        found.append((read.limit, MemoryLimit.CONTAINER))
+    for _, kind in _KINDS:
+        if (hard := resource.getrlimit(kind)[1]) != resource.RLIM_INFINITY:
+            found.append((hard, MemoryLimit.PROCESS))
+    return min(found, key=lambda each: each[0], default=(0, MemoryLimit.NONE))
+
+
+def bound_memory(memory_bytes: int) -> int:
+    """Give this process a limit of private writable memory; return it, or the hard limit if that is lower."""
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    bound = memory_bytes if hard == resource.RLIM_INFINITY else min(memory_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (bound, hard))
+    soft, most = resource.getrlimit(resource.RLIMIT_AS)
+    if soft != resource.RLIM_INFINITY and soft < bound:  # (its user's limit of addresses would come first)
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    return bound
+
+
 class MemoryRoom:
     """Reads the limits of this process again and again: they may be changed from outside."""
 

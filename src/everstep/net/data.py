@@ -153,7 +153,15 @@ class DataServer:
             thread = threading.Thread(target=self._serve, args=(sock, where, place), name="everstep-data", daemon=True)
             with self._lock:
                 self._threads.add(thread)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:  # no memory for its stack; whoever connects tries again
+                with self._lock:
+                    self._threads.discard(thread)
+                self._strangers[local].leave(place)
+                self._limit.warning(f"connection from {where} refused: {error}")
+                sock.close()
+                threading.Event().wait(0.1)
 
     def _drop(self, sock: socket.socket, where: str) -> None:
         self._limit.warning(f"connection from {where} closed: too many that had not proved themselves")

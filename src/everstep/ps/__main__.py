@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Set
 from pathlib import Path
 from typing import Final
 
@@ -16,12 +17,21 @@ from everstep import faultpoints
 from everstep.errors import EverstepError
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.memory_limit import MEMORY_STATUS
+from everstep.monitor.memory_room import bound_memory
 from everstep.net.log import log_plainly
 from everstep.net.strangers import allow_many_descriptors
 from everstep.ps.ps_process import PsProcess, die_with_parent, end_threads_for_memory
 
 STACK_BYTES: Final = 1 << 20
 """Of each thread. A ps has some for each worker and each other ps, and a limit of a process counts stacks whole."""
+
+
+def processors_of(slot: int, threads: int, free: Set[int]) -> set[int]:
+    """Return the processors that a ps may use: ``threads`` of those that are ``free``, others than the next slot's
+    while there are enough."""
+    order = sorted(free)
+    first = slot * threads % len(order)
+    return set((order + order)[first : first + min(threads, len(order))])
 
 
 def main() -> int:
@@ -32,11 +42,17 @@ def main() -> int:
     parser.add_argument("incarnation", type=int)
     parser.add_argument("node")
     parser.add_argument("--host", default="", help="address by which other nodes reach this one")
+    parser.add_argument("--threads", type=int, default=0, help="processors that it may use; 0: all of its node")
+    parser.add_argument("--memory-bytes", type=int, default=0, help="private memory that it may have; 0: no limit")
     args = parser.parse_args()
     log_plainly("%(asctime)s %(levelname)s %(name)s: %(message)s")
     if os.environ.get("EVERSTEP_RUN_DIR"):  # started by an agent, not by hand
         die_with_parent()
     allow_many_descriptors()
+    if args.threads:
+        os.sched_setaffinity(0, processors_of(args.slot, args.threads, os.sched_getaffinity(0)))
+    if args.memory_bytes:
+        bound_memory(args.memory_bytes)
     sys.setswitchinterval(0.0005)  # who waits for a mirror's answer must not wait 5 ms more for its turn
     threading.stack_size(STACK_BYTES)
     end_threads_for_memory()

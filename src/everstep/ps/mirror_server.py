@@ -193,6 +193,7 @@ class MirrorServer:
         self._asks: list[Ask] = []
         self._connect: Connect | None = None
         self._threads: dict[PeerKey | str, threading.Thread] = {}
+        self._unfollowed = False  # a peer's thread could not be started
         self._closing = False
         self._limit = LineLimit()
         self.on_memory: Callable[[], None] | None = None
@@ -489,8 +490,16 @@ class MirrorServer:
                 if key not in self._threads:
                     peer = self._peers[key] = _Peer(place)
                     name = f"everstep-to-ps-{place.slot}"
-                    self._threads[key] = threading.Thread(target=self._serve_peer, args=(peer,), name=name, daemon=True)
-                    self._threads[key].start()
+                    thread = threading.Thread(target=self._serve_peer, args=(peer,), name=name, daemon=True)
+                    try:
+                        thread.start()
+                    except RuntimeError as error:  # no memory for its stack
+                        self._limit.warning(f"ps:{place.slot} waits: {error}; it is tried again")
+                        del self._peers[key]
+                        self._unfollowed = True
+                        return
+                    self._threads[key] = thread
+            self._unfollowed = False
 
     def _drain_for_ever(self) -> None:
         """Drain what nobody waits for: a push drains for itself, all its partitions at once."""
@@ -510,6 +519,8 @@ class MirrorServer:
     def _sync_for_ever(self) -> None:
         while not self._closing:
             self.drain()
+            if self._unfollowed:
+                self._follow_peers()
             if self.machine.dirty:
                 with self.transition():
                     pass

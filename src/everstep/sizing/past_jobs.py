@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
 from everstep.sizing.probe_readings import ProbeRun, ScriptReading
 from everstep.sizing.size_choice import Estimated, Sizing
+from everstep.units import human_bytes
 
 _FROM_HISTORY = 0.05
 """Relative standard error of the rate of one earlier job: machines and data are not quite the same."""
@@ -49,6 +50,8 @@ class PastJob(msgspec.Struct, frozen=True):
     planned: dict[str, float] = {}
     came: dict[str, float] = {}
     spent_usd: float | None = None
+    too_small: dict[str, int] = {}  # the largest limit of memory that a process died of, by role [bytes]
+    memory: dict[str, int] = {}  # that processes had as a limit of their own when the job ended, by role [bytes]
 
 
 class Likeness(IntEnum):
@@ -70,6 +73,54 @@ _WORDS = {
     Likeness.ARGUMENTS: "the same script and arguments, another machine",
     Likeness.MACHINE: "the same script, arguments and machine",
 }
+
+
+class MemoryLesson(NamedTuple):
+    """Says what an earlier job of the same script and arguments has taught of memory: a process of ``role`` died of
+    ``died_bytes``, with ``among`` of them in the job. ``enough_bytes``: with so much the job came to its end; 0: it did
+    not."""
+
+    number: int
+    role: str
+    died_bytes: int
+    among: int
+    enough_bytes: int = 0
+
+    def needed_bytes(self, count: int) -> int:
+        """Return what each of ``count`` processes should have. Rows are divided among ps; workers share nothing."""
+        each = self.enough_bytes or round(MORE * self.died_bytes)
+        return -(-each * self.among // max(1, count)) if self.role == "ps" else each
+
+    @property
+    def words(self) -> str:
+        """Return ``job 3: a ps died of 144.0 MiB (1 ps)``."""
+        text = f"job {self.number}: a {self.role} died of {human_bytes(self.died_bytes)} of memory"
+        text += f" ({self.among} ps)" if self.role == "ps" else ""
+        return text + (f", and came to its end with {human_bytes(self.enough_bytes)}" if self.enough_bytes else "")
+
+
+MORE: Final = 2.0
+"""Times a limit that a process died of: what the next job should give it, if nobody knows how much is enough."""
+
+
+def memory_lessons(kept: Iterable[KeptJob], script_id: str, args_id: str, mode: str) -> list[MemoryLesson]:
+    """Return what jobs of this script and these arguments have taught of memory, also those that failed: of each role
+    the newest."""
+    found: dict[str, MemoryLesson] = {}
+    for number, job in sorted(kept, key=lambda one: one.job.at):
+        if (job.script_id, job.args_id, job.mode) != (script_id, args_id, mode):
+            continue
+        for role, died_bytes in job.too_small.items():
+            if died_bytes <= 0 or role not in ("worker", "ps"):
+                continue
+            has = job.memory.get(role, 0)
+            enough = has if job.phase == "done" and has > died_bytes else 0
+            most = max(1, getattr(job, _COUNTS[role]), int(job.came.get(_COUNTS[role], 0)))
+            found[role] = MemoryLesson(number, role, died_bytes, most, enough)
+    return [found[role] for role in sorted(found)]
+
+
+_COUNTS: Final = {"worker": "workers", "ps": "ps"}
 
 
 class KeptJob(NamedTuple):
@@ -162,6 +213,23 @@ def with_history(sizing: Sizing, similar: Sequence[Similar]) -> Sizing:
     others = [s for s in similar if s not in same][:2]
     for one in others:
         notes.append(f"history: {one} made {one.kept.job.samples_per_s:,.0f} samples/s")
+    return msgspec.structs.replace(sizing, figures=figures, notes=tuple(notes))
+
+
+def with_lessons(sizing: Sizing, lessons: Iterable[MemoryLesson]) -> Sizing:
+    """Return the estimate with what earlier jobs died of: the memory of such a role is at least what it needs."""
+    figures, notes = dict(sizing.figures), list(sizing.notes)
+    for lesson in lessons:
+        name = f"{lesson.role}_memory"
+        figure = figures.get(name)
+        if figure is None:
+            continue
+        needed = float(lesson.needed_bytes(sizing.size.ps))
+        if needed > figure.value:
+            figures[name] = Estimated(
+                needed, max(figure.low, needed / MORE), max(figure.high, needed), figure.unit, lesson.words
+            )
+        notes.append(f"history: {lesson.words}: {human_bytes(needed)} for each {lesson.role}")
     return msgspec.structs.replace(sizing, figures=figures, notes=tuple(notes))
 
 

@@ -22,6 +22,7 @@ from everstep.brain.concerns.plans import PlanConcern
 from everstep.brain.concerns.processes import ProcessConcern
 from everstep.brain.concerns.ps_slots import PsSlotConcern
 from everstep.brain.concerns.saving import SavingConcern
+from everstep.brain.concerns.sizes import SizeConcern
 from everstep.brain.concerns.supervisor import SupervisorConcern
 from everstep.brain.concerns.training import GroupTraining, LeaseTraining, Training
 from everstep.brain.events import Event
@@ -49,6 +50,7 @@ class Concerns:
         "ps_slots",
         "saving",
         "settling",
+        "sizes",
         "state",
         "supervisor",
         "training",
@@ -74,6 +76,7 @@ class Concerns:
         self.datasets = DatasetConcern(state, self)
         self.chief = ChiefConcern(state, self)
         self.saving = SavingConcern(state, self)
+        self.sizes = SizeConcern(state, self)
         self.plans = PlanConcern(state, self)
         self.ending = EndingConcern(state, self)
         self.supervisor = SupervisorConcern(state, self)
@@ -94,7 +97,7 @@ class Concerns:
             first = (leases,)
         self.placement = PlacementConcern(self.state, self, self.training.ahead)
         members = (self.nodes, MemberConcern(self.state, self), self.processes, self.losses, self.ps_slots)
-        data = (self.datasets, self.chief, self.saving, self.plans, self.ending, self.supervisor)
+        data = (self.datasets, self.chief, self.saving, self.sizes, self.plans, self.ending, self.supervisor)
         self.all = (*first, self.training, self.placement, *last, self.lifetime, *members, *data)
         self.handlers = {kind: handler for concern in self.all for kind, handler in concern.handlers().items()}
         self.settling = tuple(c.settle for c in self.all if type(c).settle is not Concern.settle)

@@ -19,6 +19,7 @@ from everstep.brain.events import (
 )
 from everstep.brain.job import JobRules
 from everstep.model.decision import Decision
+from everstep.policies.process_sizes import asked_sizes
 
 
 class LifetimeConcern(Concern):
@@ -47,6 +48,7 @@ class LifetimeConcern(Concern):
             job.spec = e.spec
             job.started_at = event.at
             job.workers_wanted, job.ps_wanted = e.spec.workers, e.spec.ps
+            job.sizes = asked_sizes(e.spec)
             self.concerns.compose()
             why = self.concerns.training.begun_words()
             out.append(Note("", Decision("job started", why, {"seed": e.spec.seed})))

@@ -125,10 +125,12 @@ class MemberConcern(Concern):
             return [OK, *self.concerns.training.take_back(record, "")]
         reason = exit_words(e.status)
         inputs: Inputs = {"exit_status": e.status}
+        more: Out = []
         if e.memory is not None and not record.stopping:
             self.job.failures.memory += 1
             reason = memory_words(e.memory, e.role)
             inputs |= {"out_of_memory": e.memory.limit.value, "limit_bytes": e.memory.limit_bytes}
+            more = self.concerns.sizes.after_death(record, e.memory)
         if e.error:
             inputs["error"] = e.error
         if e.role is Role.PS:
@@ -138,6 +140,7 @@ class MemberConcern(Concern):
                 return [OK, *refused, self.fail(4, self.checkpoints.aside_words)]
             return [
                 OK,
+                *more,
                 *refused,
                 *self.concerns.losses.gone(
                     record, event.at, reason + (f" ({e.error})" if e.error else ""), inputs, error=e.error
@@ -166,7 +169,7 @@ class MemberConcern(Concern):
                 e.failure, record, self.members, self.job.spec.script_retries, self.concerns.training.progress()
             )
             if not why_not:
-                return [OK, *self._try_again(record, e, event, inputs)]
+                return [OK, *more, *self._try_again(record, e, event, inputs)]
             self.members.set_state(record, MemberState.LEFT, event.at)
             out = [OK, *self.concerns.training.take_back(record, "its script failed")]
             why = Decision("fail the job", "the script raised an error", inputs, (f"restart it: {why_not}",))
@@ -174,7 +177,7 @@ class MemberConcern(Concern):
             no = f"; {why_not}" if e.failure is not None and e.failure.cause != "script" else ""
             exit_code = e.failure.exit_code if e.failure is not None else 1
             return [*out, self.fail(exit_code or 1, f"the script failed in {record.member.key}: {e.error}{no}")]
-        return [OK, *self.concerns.losses.gone(record, event.at, reason, inputs, progress=e.progress)]
+        return [OK, *more, *self.concerns.losses.gone(record, event.at, reason, inputs, progress=e.progress)]
 
     def _try_again(self, record: SlotRecord, e: ProcessExited, event: Event, inputs: Inputs) -> Out:
         """Its script raised what may pass: as a loss, but the next process comes a little later."""

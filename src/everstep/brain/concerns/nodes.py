@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import cast
 
+import msgspec
+
 from everstep.bounds import PLACES_MAX
 from everstep.brain.concerns.concern import OK, Concern, Handlers, Inputs, Out
 from everstep.brain.concerns.processes import STOP_GRACE_S
@@ -83,6 +85,7 @@ class NodeConcern(Concern):
         members.joined(node)
         node.quiet_since = 0.0
         node.machine, node.zone, node.market, node.copies = e.machine, e.zone, e.market, e.copies
+        node.memory_bytes, node.memory_limit = e.memory_bytes, e.memory_limit
         out += self._gather(event.at)
         if e.node != HOME_NODE and e.ps_places > 0 and self.state.placement is not None:
             self.state.protection.uneven = True
@@ -118,7 +121,8 @@ class NodeConcern(Concern):
                 continue
             if member.state is MemberState.STARTING and not record.stopping:
                 why = Decision("start", "it was ordered before, and its agent does not run it")
-                out.append(StartProcess(e.node, member.role, member.slot, member.incarnation, why))
+                again = StartProcess(e.node, member.role, member.slot, member.incarnation, why)
+                out.append(msgspec.structs.replace(again, size=self.concerns.sizes.of(member.role)))
             elif member.role is Role.PS:
                 # Its loss is final, and this word may be an old one: let its own silence prove it.
                 if member.state is MemberState.ALIVE:

@@ -17,9 +17,11 @@ from everstep.model.plan import (
     BackupWorkers,
     KillRestart,
     MovePartitions,
+    Resize,
     Scale,
 )
 from everstep.policies.hot import HotMove
+from everstep.policies.process_sizes import wishes
 
 
 class PlanConcern(Concern):
@@ -58,6 +60,8 @@ class PlanConcern(Concern):
         scale = next((a for a in plan.actions if isinstance(a, Scale)), None)
         if not why and scale is not None and scale.ps:
             why = self.concerns.processes.refuse_scale({Role.WORKER: scale.workers, Role.PS: scale.ps})
+        if not why and (resizes := wishes(plan.actions)):
+            why = self.concerns.sizes.refuse(resizes)
         if (
             not why
             and moves is not None
@@ -123,6 +127,8 @@ class PlanConcern(Concern):
                 return self.concerns.processes.scale_workers(count, event.at)
             case Scale(workers=count, ps=servers):
                 return self.concerns.processes.scale({Role.WORKER: count, Role.PS: servers}, event.at)
+            case Resize(role=role):
+                return self.concerns.sizes.resize(wishes([action]), f"by plan {self.state.control.version}")
             case BackupWorkers(backup=backup):
                 self.state.control.backup = backup  # from the next step on: see brain.step_scheduler
                 return []

@@ -115,7 +115,8 @@ class ProcessConcern(Concern):
         if counted is not None:
             counted.taken(node)
         after_s = pause_s(record.failures) if replaces else 0.0
-        return [StartProcess(node, role, slot, record.member.incarnation, why, after_s)]
+        size = self.concerns.sizes.of(role)
+        return [StartProcess(node, role, slot, record.member.incarnation, why, after_s, size)]
 
     def send_away(self, record: SlotRecord, why: Decision, grace_s: float = STOP_GRACE_S) -> StopProcess | Note:
         """Send a process away. ``grace_s`` 0: as long as it takes."""
