@@ -31,7 +31,7 @@ from everstep.config.capacity import CLUSTERS, check_zone, parse_capacity
 from everstep.config.consistency import parse_consistency
 from everstep.config.every import parse_every
 from everstep.config.limit import parse_limit
-from everstep.config.memory import check_memory
+from everstep.config.memory_settings import check_memory
 from everstep.config.notices import parse_notices
 from everstep.config.parity import parse_code, refuse_few
 from everstep.config.renamed import POLICIES as POLICY_ALIASES

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
-from everstep.config.memory import LEAST_BYTES, MOST_BYTES
+from everstep.config.memory_settings import LEAST_BYTES, MOST_BYTES
 from everstep.config.spec import JobSpec
 from everstep.model.member import Role
 from everstep.model.memory_limit import MemoryLimit
@@ -98,14 +98,14 @@ def refuse_sizes(
     if most and sum(needs.values()) > most:
         parts = [f"{wanted[r]} {_WORDS[r]} of {human_bytes(sizes[r].memory_bytes)}" for r in needs]
         return f"{' and '.join(parts)} are more than max_memory {spec.max_memory}: they exclude each other"
-    told = [node for node in nodes if node.bytes]
-    if not told:
+    reported = [node for node in nodes if node.bytes]
+    if not reported:
         return ""
-    largest = max(told, key=lambda node: node.bytes)
+    largest = max(reported, key=lambda node: node.bytes)
     for role, size in sizes.items():
         if size.memory_bytes > largest.bytes:
             has = f"{largest.node} has {human_bytes(largest.bytes)}"
-            if len(told) > 1:
+            if len(reported) > 1:
                 has = f"no node has so much, {largest.node} has most, {human_bytes(largest.bytes)}"
             return f"{human_bytes(size.memory_bytes)} for each {role}: {has}; {_WHOSE[largest.limit]}"
     return ""

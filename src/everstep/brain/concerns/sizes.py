@@ -1,4 +1,4 @@
-"""Sizes of processes that start next: asked for by hand, by a plan, or raised since one died of its memory."""
+"""Keeps the sizes of processes that start next: asked for by hand or by a plan, or raised after a death."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SizeConcern(Concern):
         return self.job.sizes.get(role, ProcessSize())
 
     def _resize_asked(self, e: ResizeAsked, event: Event) -> Out:
-        """All or nothing, as a plan."""
+        """Take all of it, or nothing, as of a plan."""
         if self.job.over:
             return [Reply(Refused("the job is over"))]
         wanted = dict(e.sizes)
@@ -67,7 +67,7 @@ class SizeConcern(Concern):
         return out
 
     def after_death(self, record: SlotRecord, died: OutOfMemory) -> Out:
-        """A process died of its memory: the next ones of its role get more, once, where the limit is their own."""
+        """Give the next processes of a role more memory, once, after one died of a limit of its own."""
         job, role = self.job, record.member.role
         if not job.rules.resizes:
             return []
