@@ -5,8 +5,8 @@ five examples, on a part of their data, and seven models of 10 MB to 2 GB (``_si
 with the state of Adam, and dense layers, on the ps or on each worker. Together they have each size of one or two
 workers and one to three ps. The truth of rows is what the job's model holds. That of peaks and samples/s is what the
 history says. An error is ``|estimate / truth - 1|``; the rows of an example are those of its worst table. ``a_a`` has
-no aim: in the first round each job runs twice, and this is how far its two rates are apart. ``--quick``: one example, one
-round. ``EVERSTEP_ESTIMATE_JOBS=flights,sparse_2gb``: these only.
+no aim: in the first round each job runs twice, and it says how far the two rates are apart. ``--quick``: one example,
+one round. ``EVERSTEP_ESTIMATE_JOBS=flights,sparse_2gb``: these only.
 """
 
 from __future__ import annotations
