@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from local_jobs import Run
 
+from everstep.cli.auto_size import with_sizes
 from everstep.model.member import Role
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(500)]
 
 MB = 1 << 20
 
@@ -28,7 +29,7 @@ def test_processes_that_start_next_have_the_size_that_was_asked_for(run: Run) ->
         "resize", str(run.run_dir), "--ps-memory", "700MiB", "--ps-threads", "1", "--worker-memory", "3GiB"
     )
     assert code == 0 and "from its next start on" in out, out
-    code, out = run.everstep("resize", str(run.run_dir), "--ps-memory", "900TB")
+    code, out = run.everstep("resize", str(run.run_dir), "--ps-memory", "900000GB")
     assert code != 0 and out.count("\n") == 1 and "for each ps: node0 has" in out, out
     code, out = run.everstep("status", str(run.run_dir))
     assert "each new process gets: ps 700.0 MiB, 1 thread; worker 3.0 GiB" in out, out
@@ -47,26 +48,25 @@ def test_processes_that_start_next_have_the_size_that_was_asked_for(run: Run) ->
     assert run.everstep("replay", str(run.run_dir))[0] == 0
 
 
+GROWING = Path(__file__).resolve().parents[2] / "benchmarks" / "_growing_script.py"
+
+
 @pytest.mark.slow
-def test_a_ps_that_died_of_its_limit_comes_back_with_more_and_the_history_knows(
+def test_a_ps_that_died_of_its_limit_is_given_more_once_and_the_next_job_begins_with_more(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A ps is given less than it has, so that its next allocations fail: the kernel's own refusal."""
-    history = tmp_path / "history.sqlite"
-    monkeypatch.setenv("EVERSTEP_HISTORY", str(history))
-    run.write(epochs=9)
-    run.start("--workers", "1", "--ps", "2", "--parity", "1+1")
-    run.trained(200)
-    first = run.alive(Role.PS, 1)
-    hard = resource.prlimit(first.pid, resource.RLIMIT_DATA)[1]
-    resource.prlimit(first.pid, resource.RLIMIT_DATA, (40 * MB, hard))
-    second = run.alive(Role.PS, 1, at_least=2)
-    assert resource.prlimit(second.pid, resource.RLIMIT_DATA)[0] == 128 * MB
-    run.hurry()
-    run.ended_well()
-    assert "ps:1 more memory: it died of 40.0 MiB" in run.text(), run.story()
+    """Tables grow beyond the limit of both ps. Whether the job outlives it depends on how far apart they die."""
+    monkeypatch.setenv("EVERSTEP_HISTORY", str(tmp_path / "history.sqlite"))
+    run.script.write_text(GROWING.read_text())
+    flags = ("--workers", "1", "--ps", "2", "--parity", "1+1", "--ps-memory", "200MiB", "--model-to", "none")
+    size = ("50000", "300", "0.05")
+    code, out = run.everstep("run", *flags, "--run-dir", str(run.run_dir), "--no-display", str(run.script), *size)
+    assert out.count("it died of 200.0 MiB: each ps that starts from now on gets 400.0 MiB") == 1, out
     code, out = run.everstep("history", "show", "--json")
     (job,) = json.loads(out)
-    assert job["too_small"] == {"ps": 40 * MB} and job["memory"] == {"ps": 128 * MB}, out
-    code, out = run.everstep("estimate", "--no-run", "--workers", "1", "--ps", "2", "--parity", "1+1", str(run.script))
-    assert code == 0 and "a ps died of 40.0 MiB of memory (2 ps), and came to its end with 128.0 MiB" in out, out
+    assert job["too_small"]["ps"] >= 200 * MB and job["memory"] == {"ps": 400 * MB}, out
+    monkeypatch.chdir(tmp_path)
+    found, said = with_sizes(
+        {"script": str(run.script), "args": size, "workers": 1, "ps": "auto", "max_ps": 8, "ps_memory": "200MiB"}
+    )
+    assert found["ps"] >= 4 and "a ps died of" in said, said
