@@ -52,6 +52,7 @@ GROWING = Path(__file__).resolve().parents[2] / "benchmarks" / "_growing_script.
 
 
 @pytest.mark.slow
+@pytest.mark.cold
 def test_a_ps_that_died_of_its_limit_is_given_more_once_and_the_next_job_begins_with_more(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -60,9 +61,9 @@ def test_a_ps_that_died_of_its_limit_is_given_more_once_and_the_next_job_begins_
     run.script.write_text(GROWING.read_text())
     flags = ("--workers", "1", "--ps", "2", "--parity", "1+1", "--ps-memory", "200MiB", "--model-to", "none")
     size = ("50000", "300", "0.05")
-    code, out = run.everstep("run", *flags, "--run-dir", str(run.run_dir), "--no-display", str(run.script), *size)
+    _, out = run.everstep("run", *flags, "--run-dir", str(run.run_dir), "--no-display", str(run.script), *size)
     assert out.count("it died of 200.0 MiB: each ps that starts from now on gets 400.0 MiB") == 1, out
-    code, out = run.everstep("history", "show", "--json")
+    _, out = run.everstep("history", "show", "--json")
     (job,) = json.loads(out)
     assert job["too_small"]["ps"] >= 200 * MB and job["memory"] == {"ps": 400 * MB}, out
     monkeypatch.chdir(tmp_path)

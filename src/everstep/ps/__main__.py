@@ -20,7 +20,7 @@ from everstep.model.memory_limit import MEMORY_STATUS
 from everstep.monitor.memory_room import bound_memory
 from everstep.net.log import log_plainly
 from everstep.net.strangers import allow_many_descriptors
-from everstep.ps.ps_process import PsProcess, die_with_parent, end_threads_for_memory
+from everstep.ps.ps_process import NO_THREAD, PsProcess, die_with_parent, end_threads_for_memory
 
 STACK_BYTES: Final = 1 << 20
 """Of each thread. A ps has some for each worker and each other ps, and a limit of a process counts stacks whole."""
@@ -71,6 +71,10 @@ def main() -> int:
             print(f"everstep: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     except MemoryError:
+        return MEMORY_STATUS
+    except RuntimeError as error:
+        if NO_THREAD not in str(error):
+            raise
         return MEMORY_STATUS
     return 0
 

@@ -417,7 +417,7 @@ def in_pieces(written: SnapshotsWritten, piece_bytes: int = PIECE_BYTES) -> Iter
     yield msgspec.structs.replace(written, snapshots=tuple(some), tables=tables)
 
 
-_NO_THREAD = "can't start new thread"
+NO_THREAD = "can't start new thread"
 """Is what Python says where it gets no memory for a thread's stack."""
 
 _NO_MEMORY = b"everstep: this ps gets no memory any more; it ends, and what others keep of it goes on\n"
@@ -437,7 +437,7 @@ def end_threads_for_memory() -> None:
     def hook(args: threading.ExceptHookArgs) -> None:
         if args.exc_type is not None and issubclass(args.exc_type, MemoryError):
             _end_for_memory()
-        if args.exc_type is RuntimeError and _NO_THREAD in str(args.exc_value):  # there is none for a stack
+        if args.exc_type is RuntimeError and NO_THREAD in str(args.exc_value):  # there is none for a stack
             _end_for_memory()
         before(args)
 
