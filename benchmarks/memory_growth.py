@@ -8,7 +8,7 @@ twice what a ps takes before it has a row. ``setting``:
 ``ps_limit_bytes``, and tables of four times as much. ``finished`` is the share of jobs with policy memory that finish
 without a death, ``died`` the share of jobs of static size that end with the reason out of memory. ``tables`` is the
 bytes of all tables at the end over what one ps may have of them, the lowest of all rounds. ``--quick``: one round of
-``setting``.
+``setting``. ``EVERSTEP_GROWTH_KINDS=process,setting``: these only.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ PAUSE_S: Final = 0.1
 STACK: Final = 1 << 20
 MAX_PS: Final = 16
 LIMIT_S: Final = 400.0
+CHOICE: Final = "EVERSTEP_GROWTH_KINDS"
 
 
 class Ended(NamedTuple):
@@ -109,7 +110,11 @@ def sizes(folder: Path, kind: str) -> tuple[int, float]:
 
 
 def run(quick: bool) -> dict[str, Any]:
-    kinds = ("setting",) if quick else ("process", "tight", "setting")
+    kinds = [kind for kind in os.environ.get(CHOICE, "").split(",") if kind] or (
+        ["setting"] if quick else list(SAMPLES)
+    )
+    if unknown := [kind for kind in kinds if kind not in SAMPLES]:
+        raise SystemExit(f"{CHOICE}: no kind {unknown[0]!r}; there are {', '.join(SAMPLES)}")
     seen: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory(prefix="everstep-growth-") as folder:
         for number in each_round(1 if quick else 5):
