@@ -93,6 +93,7 @@ int64_t Store::emit(int64_t b, int kind, uint32_t table, int64_t lo, int64_t hi)
       std::memcpy(out.w.skip(t.record_bytes), rows.record(s), t.record_bytes);
     }
   }
+  rows.let_go(size_t(lo), to);
   return last ? -1 : hi;
 }
 
@@ -200,6 +201,7 @@ std::pair<uint64_t, uint64_t> Store::digest(int64_t b, bool by_key) {
       for (size_t i = 0; i < rows.table().record_bytes; i += 4) d.word(blob::Part::read<uint32_t>(record + i));
       d.end();
     }
+    rows.let_go(0, rows.end());
   }
   for (auto& [shard, mark] : partition.shards) {
     for (uint64_t w : {uint64_t(2), uint64_t(shard), uint64_t(mark.watermark), by_key ? 0 : uint64_t(mark.fence)})
@@ -259,7 +261,7 @@ void Store::load_pages(int64_t b, uint32_t table, const int64_t* page_nos, size_
   for (size_t i = 0; i < n; ++i) {
     const size_t p = size_t(page_nos[i]);
     if (p >= to->size()) to->resize(p + 1, nullptr);
-    if (!(*to)[p]) (*to)[p] = pool_.take(t.page_bytes);
+    if (!(*to)[p]) (*to)[p] = pool_.take_page(t.page_bytes);
     std::memcpy((*to)[p], pages + i * t.page_bytes, t.page_bytes);
   }
 }

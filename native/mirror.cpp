@@ -46,7 +46,7 @@ PageSet::~PageSet() {
 uint8_t* PageSet::make(size_t number) {
   if (number >= pages_.size()) pages_.resize(number + 1, nullptr);
   if (!pages_[number]) {
-    pages_[number] = pool_.take_zeroed(table_.page_bytes);
+    pages_[number] = pool_.take_zeroed_page(table_.page_bytes);
     ++made_;
   }
   return pages_[number];
@@ -56,7 +56,7 @@ void PageSet::copy_from(const PageSet& other) {
   pages_.resize(other.pages_.size(), nullptr);
   for (size_t p = 0; p < other.pages_.size(); ++p) {
     if (!other.pages_[p]) continue;
-    pages_[p] = pool_.take(table_.page_bytes);
+    pages_[p] = pool_.take_page(table_.page_bytes);
     ++made_;
     std::memcpy(pages_[p], other.pages_[p], table_.page_bytes);
   }
@@ -189,7 +189,10 @@ ApplyResult Mirror::apply_change(Member& m, size_t index, const Blob& b) {
           add_head(*part.table, pages.of(slot), pages.in_page(slot), part.keys + size_t(key) * 8, weight);
         ++key;
       }
-      if (slot < sync.bodies) add_weighted(gf_, pages.record(slot), part.record(i), record, weight);
+      if (slot < sync.bodies) {
+        pages.touch(slot);
+        add_weighted(gf_, pages.record(slot), part.record(i), record, weight);
+      }
     }
   }
   m.marks.fingerprint = b.marks.fingerprint;

@@ -64,6 +64,10 @@ class PageSet {
   size_t in_page(uint64_t slot) const { return size_t(slot) & (table_.slots() - 1); }
   // Of a slot whose page was made.
   uint8_t* record(uint64_t slot) const { return table_.record(pages_[slot >> table_.page_bits], in_page(slot)); }
+  // The record is about to be changed: it is not cold.
+  void touch(uint64_t slot) const {
+    if (pool_.cold.has(of(slot))) pool_.cold.touch(record(slot), table_.record_bytes);
+  }
   void copy_from(const PageSet& other);
   void drop(size_t number);
   // Gives the pages away, null where all is zero; this is empty then.
@@ -159,6 +163,8 @@ class Mirror {
   std::vector<MemberState> state();
   std::vector<uint8_t> marks(uint32_t partition);
   size_t bytes();
+  // Moves pieces that are at least so old to disk, until so many bytes went; how many (cool.cpp).
+  size_t cool(int age, size_t bytes);
   struct Page {
     uint32_t number;
     std::string bytes;
@@ -296,6 +302,7 @@ class Mirrors {
   std::shared_ptr<Mirror> get(uint64_t id);
   void promote(uint64_t id, int64_t partition);
   size_t bytes();
+  size_t cool(int age, size_t bytes);
   // Slots of those of these rows of a partition that is being recovered that are not here yet, ascending.
   std::vector<uint32_t> missing(int64_t partition, uint32_t table, const int64_t* keys, size_t n);
   // The same for keys of any partitions that are here: (partition, slot), in the order of the keys.

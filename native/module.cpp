@@ -12,6 +12,7 @@
 #include <cstring>
 #include <optional>
 #include <string>
+#include <system_error>
 #include <tuple>
 #include <utility>
 
@@ -525,6 +526,22 @@ NB_MODULE(_native, m) {
           nb::call_guard<nb::gil_scoped_release>())
       .def("_set_limit", &Store::set_limit)
       .def("used_bytes", &Store::used_bytes)
+      .def("_begin_cold",
+           [](Store& s, const std::string& folder) {
+             try {
+               s.begin_cold(folder);
+             } catch (const std::system_error& error) {
+               return error.code().value();
+             }
+             return 0;
+           })
+      .def("cool", &Store::cool, nb::arg("target"), nb::call_guard<nb::gil_scoped_release>())
+      .def("grow_older", &Store::grow_older, nb::call_guard<nb::gil_scoped_release>())
+      .def("_cold_counts",
+           [](const Store& s) {
+             const ColdCounts c = s.cold_counts();
+             return std::make_tuple(c.lookups, c.misses, c.written_bytes, c.disk_bytes, c.error);
+           })
       .def("_counts", &store_counts);
   bind_contents(store);
   bind_mirror(store);

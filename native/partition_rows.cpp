@@ -117,10 +117,11 @@ uint32_t Rows::insert(int64_t key, uint64_t hash, const float* values) {
   }
   touch(slot);
   if (!pages_[p]) {
-    pages_[p] = pool_.take_zeroed(table_.page_bytes);
+    pages_[p] = pool_.take_zeroed_page(table_.page_bytes);
     page_bytes_ += table_.page_bytes;
     first_free_ = std::min(first_free_, p);
   }
+  touch_cold(record(slot));
   Table::bitmap(pages_[p])[i >> 6] |= uint64_t(1) << (i & 63);
   table_.keys(pages_[p])[i] = key;
   ++used_[p];
@@ -169,6 +170,13 @@ size_t Rows::next_used(size_t slot) const {
     }
   }
   return end();
+}
+
+void Rows::let_go(size_t lo, size_t hi) const {
+  if (!pool_.cold.any_out()) return;
+  for (size_t p = lo >> table_.page_bits; p < pages_.size() && p << table_.page_bits < hi; ++p) {
+    if (pages_[p]) pool_.cold.let_go(pages_[p], table_.page_bytes);
+  }
 }
 
 // ---------------------------------------------------------------- whole pages
@@ -256,6 +264,7 @@ void Rows::adopt(std::vector<uint8_t*>&& pages, uint32_t partition, uint32_t n_p
   changed_known_ = false;
   pages_ = std::move(pages);
   used_ = std::move(used);
+  let_go(0, end());
   count_ = uint32_t(count);
   for (size_t p = 0; p < pages_.size(); ++p) {
     if (!pages_[p]) continue;
@@ -313,6 +322,7 @@ void Rows::snapshot_read(uint32_t p, uint8_t* to) {
   } else {
     std::memset(to, 0, table_.page_bytes);
   }
+  if (pages_[p]) pool_.cold.let_go(pages_[p], table_.page_bytes);
   if (aside_[p]) pool_.give(aside_[p], table_.page_bytes);
   aside_[p] = nullptr;
   pending_[p] = 0;

@@ -111,6 +111,14 @@ class Rows {
   void arrived(uint32_t slot) { absent_[slot >> 6] &= ~(uint64_t(1) << (slot & 63)); }
   void recovered() { absent_.clear(); }
 
+  // Pages of the slots [lo, hi) were read: what came from disk for that leaves memory again.
+  void let_go(size_t lo, size_t hi) const;
+  // A record is about to be used; whether it was on disk.
+  bool touch_cold(const void* record) const {
+    const auto* at = static_cast<const uint8_t*>(record);
+    return pool_.cold.has(at) && pool_.cold.touch(at, table_.record_bytes);
+  }
+
   // ---- snapshots: pages as of now, while rows go on changing
   // Pages changed after generation `since` (-1: all) are to be read; changes count as `next_generation` from now on.
   void snapshot_begin(int64_t since, uint64_t next_generation);

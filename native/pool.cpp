@@ -18,7 +18,7 @@ Pool::~Pool() {
 
 size_t Pool::mapped_bytes() const {
   std::lock_guard<std::mutex> hold(mutex_);
-  return mapped_;
+  return mapped_ + cold.memory_bytes();
 }
 
 uint8_t* Pool::map(size_t bytes) {
@@ -98,6 +98,10 @@ uint8_t* Pool::take_block(size_t bytes, bool& fresh) {
 }
 
 void Pool::give(uint8_t* block, size_t bytes) {
+  if (cold.has(block)) {
+    cold.give(block, bytes);
+    return;
+  }
   std::lock_guard<std::mutex> hold(mutex_);
   bytes = rounded(bytes);
   used_ -= bytes;

@@ -10,6 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include "cold.h"
+
 namespace everstep {
 
 class Pool {
@@ -26,8 +28,14 @@ class Pool {
   // `bytes` as given to take.
   void give(uint8_t* block, size_t bytes);
   size_t mapped_bytes() const;
-  // Taken and not given back.
-  size_t used_bytes() const { return used_.load(std::memory_order_relaxed); }
+  // Taken and not given back, without what is on disk.
+  size_t used_bytes() const { return used_.load(std::memory_order_relaxed) + cold.memory_bytes(); }
+  // Pages of rows: as take and take_zeroed, but from the cold tier once it has begun. `give` takes them back.
+  uint8_t* take_page(size_t bytes) { return cold.on() ? cold.take(bytes) : take(bytes); }
+  uint8_t* take_zeroed_page(size_t bytes) { return cold.on() ? cold.take(bytes) : take_zeroed(bytes); }
+
+  // Has no pages until it begins.
+  ColdTier cold;
 
  private:
   static constexpr size_t kHuge = size_t(2) << 20;

@@ -490,10 +490,12 @@ PushOutcome Store::push(const std::vector<Span>& spans, const std::string& addre
     works[p].cursor = 0;
     check_missing_unique(works[p]);
   }
-  if (limit && more && pool_.used_bytes() + more > limit) {
+  if (limit && more) make_cold_room(more, limit);
+  if (limit && more && pool_.used_bytes() + more > refuse_above(limit)) {
     if (!evict_ || cannot_grow) full(cannot_grow ? *cannot_grow : *works[0].table);
   }
 
+  const bool cold = pool_.cold.on();
   // 2. Partition by partition: fence, watermark, rows, fingerprint in one critical section.
   pushes_.fetch_add(1, std::memory_order_relaxed);
   const int64_t now_ns = lag_.load(std::memory_order_relaxed) ? steady_ns() : 0;
@@ -596,6 +598,7 @@ PushOutcome Store::push(const std::vector<Span>& spans, const std::string& addre
       for (size_t k = 0; rows.tracking() && k < n; ++k) rows.touch(slots[k]);
       for (size_t k = 0; k < n; ++k) {
         float* at = rows.values(slots[k]);
+        if (cold) rows.touch_cold(at);
         values[q & 1][k] = at;
         state[q & 1][k] = at + dim;
         prefetch_lines<1>(at, floats * 4, 1024);

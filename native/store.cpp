@@ -263,6 +263,9 @@ void Store::pull(uint32_t table, const int64_t* keys, size_t n, float* out) {
   const Table& t = table_of(table);
   pulls_.fetch_add(1, std::memory_order_relaxed);
   const bool stream = n * t.dim * sizeof(float) >= kStreamBytes && streamable(out, t.dim, t.dim);
+  if (pool_.cold.any_out()) read_ahead(t, keys, n);
+  const bool cold = pool_.cold.on();
+  size_t missed = 0;
   each_run(
       t, keys, n,
       [&](Rows& rows, const uint64_t* hashes, size_t first, size_t m, size_t left) {
@@ -277,6 +280,7 @@ void Store::pull(uint32_t table, const int64_t* keys, size_t n, float* out) {
           all &= slots[k] != Rows::kNone;
           if (slots[k] != Rows::kNone) {
             from[k] = rows.values(slots[k]);
+            if (cold) missed += rows.touch_cold(from[k]);
             prefetch_lines<0>(from[k], t.dim * 4, 512);
           }
           if (all && k + 1 == copied + 2 * kBlock) {
@@ -298,7 +302,24 @@ void Store::pull(uint32_t table, const int64_t* keys, size_t n, float* out) {
         }
       },
       no_end);
+  if (cold) pool_.cold.count(n, missed);
   if (stream) kernels_.fence();
+}
+
+// Has the disk read all rows of a pull at once that are there, before the first one is waited for.
+void Store::read_ahead(const Table& t, const int64_t* keys, size_t n) {
+  each_run(
+      t, keys, n,
+      [&](Rows& rows, const uint64_t* hashes, size_t first, size_t m, size_t left) {
+        for (size_t k = 0; k < m; ++k) {
+          if (k + kAhead < left) rows.prefetch(hashes + k + kAhead, 1);
+          const uint32_t slot = rows.find(keys[first + k], hashes[k]);
+          if (slot == Rows::kNone) continue;
+          const uint8_t* at = rows.record(slot);
+          if (pool_.cold.has(at)) pool_.cold.fetch(at, t.record_bytes);
+        }
+      },
+      no_end);
 }
 
 void Store::locate(uint32_t table, const int64_t* keys, size_t n, int64_t* slots) {
@@ -318,6 +339,7 @@ int64_t Store::put_absent(uint32_t table, const int64_t* keys, const float* valu
   const Table& t = table_of(table);
   if (!kernels_.all_finite(values, n * t.dim)) throw Malformed("initial rows hold NaN or Inf");
   int64_t total = 0;
+  if (const size_t limit = limit_.load(std::memory_order_relaxed)) make_cold_room(2 * n * (t.record_bytes + 24), limit);
   std::vector<uint32_t> made;  // in the partition at hand
   made.reserve(n);
   auto put = [&](Rows& rows, const uint64_t* hashes, size_t first, size_t m, size_t left) {
@@ -326,7 +348,7 @@ int64_t Store::put_absent(uint32_t table, const int64_t* keys, const float* valu
         if (k + kAhead < left) rows.prefetch(hashes + k + kAhead, 1);
         if (rows.find(keys[first + k], hashes[k]) != Rows::kNone) continue;
         const size_t limit = limit_.load(std::memory_order_relaxed);
-        if (limit && pool_.used_bytes() + rows.bytes_for(1) > limit) full(t);
+        if (limit && pool_.used_bytes() + rows.bytes_for(1) > refuse_above(limit)) full(t);
         made.push_back(rows.insert(keys[first + k], hashes[k], values + (first + k) * t.dim));
       }
     } catch (...) {
@@ -382,6 +404,7 @@ int64_t Store::assign(uint32_t table, const int64_t* keys, const float* values, 
     for (size_t k = 0; k < found.size(); ++k) {
       const auto [slot, i] = found[k];
       uint8_t* record = rows.record(slot);
+      rows.touch_cold(record);
       uint8_t* difference = nullptr;
       if (lagging) rows.baseline.keep(slot, record);
       if (direct) {

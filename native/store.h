@@ -6,6 +6,7 @@
 // pool's mutex. Methods lie in store.cpp (what workers ask), push.cpp, lifecycle.cpp and contents.cpp (what becomes of
 // whole partitions).
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -132,7 +133,18 @@ class Store {
   // A ceiling for all memory of the store (0: none). `evict`: a partition's rows that were pushed least recently make
   // room for new ones of the same table, if it has a life cycle. Else, and where that does not do, Full.
   void set_limit(size_t bytes, bool evict);
+  // In memory: without rows that are on disk.
   size_t used_bytes() const { return pool_.used_bytes(); }
+
+  // ---- rows on disk (cool.cpp)
+  // Rows may go to a file in this folder. Before rows are made. Throws std::system_error.
+  void begin_cold(const std::string& folder) { pool_.cold.begin(folder); }
+  // Moves what was not used for longest to disk until all memory of the store is at most `target` bytes; how many bytes
+  // went. Not with a partition's mutex held. `error` of cold_counts() is set where the disk takes no more.
+  size_t cool(size_t target);
+  // All rows in memory are older by one.
+  void grow_older() { pool_.cold.grow_older(); }
+  ColdCounts cold_counts() const { return pool_.cold.counts(); }
 
   // ---- differences and contents (contents.cpp)
   Outbox& outbox() { return outbox_; }
@@ -218,10 +230,21 @@ class Store {
   void join_open(Partition& partition);
   bool flush_locked(uint32_t b, Partition& partition);
   void flush_if_due(uint32_t b, Partition& partition, int64_t now_ns);
+  // Rows that are being rebuilt and indexes cannot go to disk: while the disk takes rows, the limit may be passed by a
+  // quarter before a request is refused.
+  size_t refuse_above(size_t limit) const {
+    return pool_.cold.on() && !pool_.cold.counts().error ? limit + limit / 4 : limit;
+  }
+  size_t cool_partition(Partition& partition, int age, size_t bytes);
+  // Before a request that makes rows of so many bytes takes a lock: rows go to disk if they do not fit.
+  void make_cold_room(size_t bytes, size_t limit) {
+    if (pool_.cold.on() && pool_.used_bytes() + bytes > limit) cool(limit - std::min(limit, bytes + limit / 16));
+  }
   [[noreturn]] void full(const Table& table) const;
   // Before `n` rows are made: frees some if the ceiling demands it, none of `keep`.
   void make_room(uint32_t b, Partition& partition, Rows& rows, size_t n, std::vector<uint32_t> keep);
   void log_rows(uint32_t b, Partition& partition, Rows& rows, const std::vector<uint32_t>& made);
+  void read_ahead(const Table& table, const int64_t* keys, size_t n);
   template <class Each, class End>
   void each_run(const Table& table, const int64_t* keys, size_t n, Each&& each, End&& end_of);
   template <class Each>
@@ -242,6 +265,8 @@ class Store {
   mutable std::shared_mutex tables_mutex_;
   std::unordered_map<uint32_t, std::unique_ptr<Table>> tables_;
   std::unique_ptr<Partition[]> partitions_;
+  std::mutex cool_mutex_;  // one thread at a time moves rows to disk
+  uint32_t cool_next_ = 0;  // the partition where it goes on
   std::mutex open_mutex_;  // open and release: a shard cannot be opened while it is being released
   ShardSet released_;
   std::atomic<uint64_t> pushes_{0}, pulls_{0};

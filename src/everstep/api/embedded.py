@@ -193,7 +193,7 @@ class EmbeddedRuntime:
             self.service = PsService.create(
                 n_partitions=spec.partitions, seed=spec.seed, slot=Slot(0), incarnation=Incarnation(1), run_dir=run_dir
             )
-            self.service.store.set_limit(spec.ps_limit_bytes, spec.on_full)
+            self.service.limit(spec.ps_limit_bytes, spec.on_full, spec.cold_dir)
         self.master = EmbeddedMaster(spec, run_dir, self.service)
         self._began_at = time.time()
         self._listener: Listener | None = None

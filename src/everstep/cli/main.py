@@ -147,6 +147,8 @@ def cli() -> None:
     help="acked (default): a push waits until parity has it; eager: it does not; lag: parity follows.",
 )
 @click.option("--protect-lag", help="With --protect lag: parity may be so far behind (default 2s).")
+@click.option("--ps-limit-bytes", help="Memory for rows of one ps, in bytes (default: no limit).")
+@click.option("--cold-dir", help="Directory for rows that were not used for long and do not fit into --ps-limit-bytes.")
 @click.option(
     "--rebuild-share",
     help="Of a ps' time that rebuilds and new mirrors take while workers ask for rows, 0.01 to 1 (default 0.2).",

@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -82,6 +83,7 @@ def run_job(config: Path | None, flags: Mapping[str, Any], live: bool) -> int:
         spec, metrics=absolute_endpoint(spec.metrics, tried=False), model_to=model_place(spec.model_to)
     )
     refuse_foreign(spec.checkpoint_to)
+    spec = msgspec.structs.replace(spec, cold_dir=cold_place(spec.cold_dir))
     run_dir = Path(absolute(spec.run_dir)) if spec.run_dir else new_run_dir(spec.name)
     with RunDirLock.take(run_dir):
         if of_cluster(spec) and has_begun(run_dir):
@@ -128,6 +130,21 @@ def priced(spec: JobSpec) -> JobSpec:
 def absolute(url: str) -> str:
     """Return a path that stays the same wherever a process of the job runs; URLs as they are."""
     return url if "://" in url else os.path.normpath(Path(url).absolute())
+
+
+def cold_place(folder: str) -> str:
+    """Return the absolute path of ``cold_dir``; "": there is none. Raises ConfigError: it takes no file here."""
+    if not folder:
+        return ""
+    path = Path(folder).expanduser().absolute()
+    try:
+        with tempfile.TemporaryFile(dir=path) as file:
+            file.write(b"0")
+    except OSError as error:
+        raise ConfigError(
+            f"cold_dir = {folder!r}: {error.strerror}: give a directory that exists and takes files"
+        ) from None
+    return str(path)
 
 
 def model_place(url: str) -> str:

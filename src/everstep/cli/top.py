@@ -14,7 +14,7 @@ import msgspec
 from everstep.agent.rundir import in_use
 from everstep.cli.link import ask_view
 from everstep.cli.rundirs import open_run_dir
-from everstep.cli.view_text import partition_text
+from everstep.cli.view_text import cold_text, partition_text
 from everstep.errors import ConfigError, EverstepError
 from everstep.model.job_view import JobView, Judged
 from everstep.model.observation import ServerSeen, WorkerSeen
@@ -127,6 +127,7 @@ def headline(view: JobView) -> str:
         text += f"; {speed.binding.words}"
     if view.placement is not None:
         text += "".join(f"; {partition_text(one)}" for one in view.placement.hottest if one.alone)
+    text += f"; {cold}" if (cold := cold_text(view)) else ""
     if speed.faults:
         text += "; faults: " + ", ".join(f"{d.target} {fault_words(d, seen.at)}" for d in speed.faults)
     if speed.dropped:

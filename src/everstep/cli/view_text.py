@@ -176,6 +176,16 @@ def partition_text(one: PartitionView) -> str:
     return f"{text}: keys {keys_text(one)}" if one.keys else text
 
 
+def cold_text(view: JobView) -> str:
+    """Return ``on disk: ps:0 1.2 GiB, 99.1 % of its rows were in memory when pulled``; "": no ps has rows on disk."""
+    parts = [
+        f"{m} {human_bytes(m.cold_bytes)}, {100 * m.cold_hit_share:.1f} % of its rows were in memory when pulled"
+        for m in view.members
+        if m.up and m.cold_hit_share >= 0
+    ]
+    return f"on disk: {'; '.join(parts)}" if parts else ""
+
+
 def keys_text(one: PartitionView) -> str:
     """Return ``7 of ads (99 %), 12 of ads (80 %)``: keys with the share of the partition's requests that want them."""
     return ", ".join(f"{hot.key} of {hot.table} ({100 * hot.share:.0f} %)" for hot in one.keys)
@@ -320,6 +330,8 @@ def fact_lines(view: JobView) -> Iterator[tuple[str, bool]]:
         yield group_text(view.group), bool(view.group.paused)
     if view.placement is not None:
         yield placement_text(view.placement), False
+    if cold := cold_text(view):
+        yield cold, False
     if view.protection is not None:
         yield protection_text(view.protection), bool(view.protection.less or view.protection.none)
     if view.checkpoint is not None:

@@ -219,6 +219,10 @@ def check_spec(spec: JobSpec, origins: Mapping[str, str] | None = None) -> None:
     if spec.ps and (few := refuse_few(code, spec.ps)):
         raise ConfigError(f"parity = {spec.parity!r}{at['parity']}: {few}; set ps to {code.width} or more")
     _check_lag(spec, at)
+    if spec.cold_dir and not spec.ps_limit_bytes:
+        raise ConfigError(
+            f"cold_dir = {spec.cold_dir!r}{at['cold_dir']}: needs ps_limit_bytes, the memory for rows of one ps"
+        )
     if spec.lost_after_s <= spec.suspect_after_s:
         raise ConfigError(
             f"lost_after_s = {spec.lost_after_s}{at['lost_after_s']}: must be above"

@@ -109,6 +109,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     checkpoint_keep_every: str = ""  # "6h": besides, one for every so long; empty: none
     checkpoint_full_every: int = 8  # after so many incremental snapshots of a partition a full one is written
     ps_limit_bytes: int = 0  # memory for rows of one ps; 0: no limit
+    cold_dir: str = ""  # rows that do not fit into ps_limit_bytes go to a file in this directory of the ps' machine
     on_full: Literal["error", "evict"] = "error"  # at that limit: refuse the push, or free rows not used for longest
     policy: str = "none"  # none, shared, exclusive, backup, auto, memory, one's own (module:callable); several with +
     optimize: Literal["time", "waste", "cost"] = "time"  # what policy auto chooses sizes for

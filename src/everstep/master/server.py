@@ -69,6 +69,7 @@ from everstep.ids import Incarnation, LeaseNo, NodeId, Slot
 from everstep.machines.causes import Causes
 from everstep.machines.dispatch import BrainError, Dispatch, Handled
 from everstep.master.checkpoints import CheckpointController
+from everstep.master.cold_rows import ColdRows
 from everstep.master.confirm import Confirmations
 from everstep.master.costs import CostController
 from everstep.master.fault_injection import FaultInjector
@@ -186,6 +187,7 @@ class Master:
         self.confirmations = Confirmations(self.brain, spec, self._tell)
         self.store = StoreServer()
         self.stalls = Stalls()
+        self.cold_rows = ColdRows(spec.cold_dir)
         self.hangs = Hangs(self.watch, self._reach_agent, self._note)
         self.step_schedules = ScheduleController(
             self.brain, self.watch, spec, self.journal.incarnation, self._order_schedule
@@ -575,6 +577,8 @@ class Master:
             self._note(at, str(key), dropped)
         if role is Role.PS:
             self.confirmations.beat(who.slot, who.incarnation, r.readings, at)
+            if (cold := self.cold_rows.beat(key.slot, r.readings)) is not None:
+                self._note(at, str(key), cold)
         elif (stall := self.stalls.beat(key, who.incarnation, r.readings)) is not None:
             self._note(at, str(key), stall)
         if r.values:

@@ -54,6 +54,8 @@ class MemberView(msgspec.Struct, frozen=True):
     - ``rss_bytes``: resident memory, by its last beat [bytes]
     - ``partitions``: that a ps owns [partitions]
     - ``mirrors``: that a ps keeps of other ps' partitions [mirrors]
+    - ``cold_bytes``: of a ps' rows that are on disk alone (cold_dir) [bytes]
+    - ``cold_hit_share``: of rows pulled from it, that were in memory; -1: it has no cold_dir [share, 0 to 1]
     """
 
     role: Role
@@ -69,6 +71,8 @@ class MemberView(msgspec.Struct, frozen=True):
     partitions: int = 0
     mirrors: int = 0
     hardware: str = ""
+    cold_bytes: int = 0
+    cold_hit_share: float = -1.0
 
     def __str__(self) -> str:
         return f"{self.role}:{self.slot}"

@@ -345,6 +345,20 @@ METRICS: tuple[Metric, ...] = (
         "graph.tables[].update_norm",
     ),
     Metric(
+        "everstep_ps_cold_bytes",
+        "gauge",
+        ("slot",),
+        "Rows of a ps that are on disk alone (cold_dir).",
+        "members[ps].cold_bytes",
+    ),
+    Metric(
+        "everstep_ps_cold_hit_share",
+        "gauge",
+        ("slot",),
+        "Of rows pulled from it, that were in memory; -1: no cold_dir.",
+        "members[ps].cold_hit_share",
+    ),
+    Metric(
         "everstep_partition_rows_per_second",
         "gauge",
         ("partition", "ps"),

@@ -149,7 +149,14 @@ def members_view(brain: Brain, measured: Measured) -> Iterable[MemberView]:
             partitions=len(placement.owned_by(member.slot)) if has and placement is not None else 0,
             mirrors=len(placement.mirrors_at(member.slot)) if has and placement is not None else 0,
             hardware=measured.hardware.get(member.node, ""),
+            cold_bytes=int(reported.get("cold_bytes", 0)),
+            cold_hit_share=_hit_share(reported),
         )
+
+
+def _hit_share(reported: Mapping[str, float]) -> float:
+    lookups = reported.get("cold_lookups", -1.0)
+    return 1.0 - reported.get("cold_misses", 0.0) / max(1.0, lookups) if lookups >= 0 else -1.0
 
 
 def shown_state(record: SlotRecord) -> ShownState:

@@ -35,9 +35,11 @@ blocks ended late, and the seconds of those inside.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Literal, NamedTuple, cast
 
 import msgspec
@@ -130,6 +132,18 @@ class LagState(NamedTuple):
     oldest_s: float
 
 
+class ColdCounts(NamedTuple):
+    """Counts what went to disk. ``lookups``: rows that were pulled; ``misses``: of these, that were on disk;
+    ``written_bytes``: so far; ``disk_bytes``: of rows that are on disk alone now; ``error``: errno of the last write,
+    0: it went well."""
+
+    lookups: int
+    misses: int
+    written_bytes: int
+    disk_bytes: int
+    error: int
+
+
 class StoreStats(NamedTuple):
     """Counts what a store has: ``rows`` by table name; ``bytes`` mapped for rows and indexes; calls so far."""
 
@@ -207,6 +221,7 @@ class Store(_native.Store):
       read until ``drop(partition)``. ``seq(partition)``, ``partition_rows(partition)``, ``partition_bytes(partition)``,
       ``digest(partition)`` (16 bytes: marks and all rows with their slots), ``content_digest(partition)`` (without
       slots, seq and fences).
+    - rows on disk (native/cold.h): ``begin_cold``, ``cool(target)``, ``grow_older``, ``cold_counts``.
     - snapshots: ``load_begin(partition)``, ``load_pages(partition, table, page_nos, pages u8)`` (a later page replaces
       an earlier one), ``load_end(partition, marks)``; ``snapshot_begin``, ``snapshot_next(partition, max_bytes) ->
       ([(table, page_no)], pages u8)`` (no pages: that was all), ``snapshot_slots(partition, table, page_nos) ->
@@ -411,6 +426,18 @@ class Store(_native.Store):
         if n_bytes < 0 or on_full not in ("error", "evict"):
             raise ValueError(f"a ceiling of {n_bytes} bytes, on_full={on_full!r}: not negative, 'error' or 'evict'")
         super()._set_limit(n_bytes, on_full == "evict")
+
+    def begin_cold(self, folder: Path) -> None:
+        """Let rows go to disk, to a file without a name in ``folder``. Call it before rows are made. ``cool(target)``
+        moves what was not used for longest, until the store has at most ``target`` bytes of memory. ``grow_older()``
+        makes all rows in memory older by one. Raises OSError: the folder takes no file.
+        """
+        number = super()._begin_cold(str(folder))
+        if number:
+            raise OSError(number, os.strerror(number), str(folder))
+
+    def cold_counts(self) -> ColdCounts:
+        return ColdCounts(*super()._cold_counts())
 
     def stats(self) -> StoreStats:
         counts = super()._counts()

@@ -109,7 +109,7 @@ class PsProcess:
             on_failure=lambda why: self._fail(PlatformError(why)),
         )
         if spec.ps_limit_bytes:
-            self.service.store.set_limit(spec.ps_limit_bytes, spec.on_full)
+            self.service.limit(spec.ps_limit_bytes, spec.on_full, spec.cold_dir)
         find = master if master is not None else lambda: master_address(run_dir)
         self._home = link_home(spec, find(), secret, self._identity("data"))
         places = place_opener(self._home, spec)
@@ -156,7 +156,12 @@ class PsProcess:
 
     def _limit_readings(self) -> dict[str, float]:
         store = self.service.store
-        return self._room.readings(store.used_bytes(), store.stats().bytes, self._spec.ps_limit_bytes)
+        return self._room.readings(store.used_bytes(), store.stats().bytes, self._ceiling())
+
+    def _ceiling(self) -> int:
+        """Return the bytes that rows may have, where more than that is a problem: not if the rest goes to disk."""
+        cold = self.service.cold
+        return self._spec.ps_limit_bytes if cold is None or cold.error else 0
 
     def __repr__(self) -> str:
         return f"<PsProcess ps:{self.slot} #{self.incarnation} {self.service!r} {self.control!r}>"
@@ -177,6 +182,8 @@ class PsProcess:
             if not isinstance(self._error, FencedError):
                 self.service.finish()
         finally:
+            if self.service.cold is not None:
+                self.service.cold.close()
             self.snapshots.close()
             if self._home is not None:
                 self._home.close()
@@ -374,7 +381,7 @@ class PsProcess:
                 "rows": float(sum(stats.rows.values())),
                 "store_bytes": float(stats.bytes),
                 "row_bytes": float(row_bytes),
-                **self._room.readings(row_bytes, stats.bytes, self._spec.ps_limit_bytes),
+                **self._room.readings(row_bytes, stats.bytes, self._ceiling()),
                 "pushes": float(stats.pushes),
                 "pulls": float(stats.pulls),
                 "connections": float(self.server.connections),
@@ -388,6 +395,7 @@ class PsProcess:
                 **behind,
                 "contents_bytes": float(mirrors.contents_bytes),
                 "contents_busy_s": mirrors.pacer.busy_s,
+                **(self.service.cold.readings() if self.service.cold is not None else {}),
                 "image_bytes": float(self.snapshots.bytes_written),
                 "load": self.service.load_of.total(machine.serving),
             },
