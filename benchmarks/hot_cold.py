@@ -113,7 +113,7 @@ class ColdRun(NamedTuple):
 
 def measure_cold(limit: int, rows: int, steps: int) -> ColdRun:
     """Run one job. ``limit``: bytes in memory, the rest goes to disk; 0: all in memory."""
-    with tempfile.TemporaryDirectory(prefix="everstep-cold-", dir=ROOT.parent) as folder:
+    with tempfile.TemporaryDirectory(prefix="everstep-cold-") as folder:
         marks, disk = Path(folder) / "marks", Path(folder) / "disk"
         marks.mkdir()
         disk.mkdir()

@@ -161,7 +161,7 @@ class PsProcess:
     def _ceiling(self) -> int:
         """Return the bytes that rows may have, where more than that is a problem: not if the rest goes to disk."""
         cold = self.service.cold
-        return self._spec.ps_limit_bytes if cold is None or cold.error else 0
+        return self._spec.ps_limit_bytes if cold is None or cold.errno else 0
 
     def __repr__(self) -> str:
         return f"<PsProcess ps:{self.slot} #{self.incarnation} {self.service!r} {self.control!r}>"

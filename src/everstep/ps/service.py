@@ -80,7 +80,7 @@ from everstep.net.retry import backoff
 from everstep.protect import machine
 from everstep.protect.machine import MirrorAction
 from everstep.protect.snapshots import read_marks
-from everstep.ps.cold_keeper import ColdKeeper
+from everstep.ps.cold_controller import ColdTierController
 from everstep.ps.memory_gate import MemoryGate
 from everstep.ps.meter import Meter
 from everstep.ps.mirror_server import MirrorServer
@@ -159,7 +159,7 @@ class PsService:
         self._owned: NDArray[np.int32] = np.zeros(0, np.int32)  # as the log says
         self._released: deque[int] = deque(maxlen=_REMEMBERED)
         self._limit = LineLimit()
-        self.cold: ColdKeeper | None = None  # None: all rows are in memory
+        self.cold: ColdTierController | None = None  # None: all rows are in memory
         self.load_of = PartitionLoad(store.n_partitions)
         self.rows = RowSampler(store)
         self.meter = Meter()
@@ -206,7 +206,7 @@ class PsService:
         PlatformError: it takes no file."""
         self.store.set_limit(n_bytes, on_full)
         if cold_dir:
-            self.cold = ColdKeeper(self.store, Path(cold_dir), n_bytes)
+            self.cold = ColdTierController(self.store, Path(cold_dir), n_bytes)
 
     def __repr__(self) -> str:
         state = "failed" if self.failure else "finished" if self._finished else "up"

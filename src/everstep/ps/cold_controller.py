@@ -23,15 +23,15 @@ DOWN_TO: Final = 0.92
 logger = logging.getLogger("everstep.ps")
 
 
-class ColdKeeper:
+class ColdTierController:
     """Has a thread that moves rows to disk. ``close`` ends it."""
 
     def __init__(self, store: Store, folder: Path, limit_bytes: int, now: Callable[[], float] = time.monotonic) -> None:
-        """``limit_bytes``: memory for rows. Raises PlatformError: the folder takes no file."""
+        """Begin. ``limit_bytes``: memory for rows. Raises PlatformError: the folder takes no file."""
         self._store, self._folder, self._limit, self._now = store, folder, limit_bytes, now
         self._older_at = now() + OLDER_S
         self._over = threading.Event()
-        self.error = 0  # errno of the disk, 0: it takes what it is given
+        self.errno = 0  # of the disk; 0: it takes what it is given
         try:
             store.begin_cold(folder)
         except OSError as error:
@@ -43,7 +43,7 @@ class ColdKeeper:
         self._thread.start()
 
     def __repr__(self) -> str:
-        return f"<ColdKeeper {self._folder}, {self._limit} bytes>"
+        return f"<ColdTierController {self._folder}, {self._limit} bytes>"
 
     def close(self) -> None:
         self._over.set()
@@ -58,14 +58,14 @@ class ColdKeeper:
             self._store.cool(int(DOWN_TO * self._limit))
             self._say(self._store.cold_counts().error)
 
-    def _say(self, error: int) -> None:
-        if error and error != self.error:
-            words = f"cold_dir {self._folder}: {os.strerror(error)}: rows stay in memory until there is room again"
+    def _say(self, errno: int) -> None:
+        if errno and errno != self.errno:
+            words = f"cold_dir {self._folder}: {os.strerror(errno)}: rows stay in memory until there is room again"
             logger.warning("%s", words)
-        self.error = error
+        self.errno = errno
 
     def _for_ever(self) -> None:
-        while not self._over.wait(1.0 if self.error else LOOK_S):
+        while not self._over.wait(1.0 if self.errno else LOOK_S):
             self.look()
 
     def readings(self) -> dict[str, float]:
