@@ -18,6 +18,10 @@ what L losses an epoch do to the flights' AUC (``twins/cpr_flights.py``).
 ``--curve``: the cost over the lag for rows of 16 and 64 numbers and batches of 2048 and 8192: nothing and ``LAGS``, for
 all four sizes in turn in every round; figures of a size begin with its name (``dim64_b8192.``).
 
+``--steady``: the window begins when every worker has trained ``STEADY_EPOCHS`` of its share of the data and all mirrors
+are complete, and is ``STEADY_S`` seconds long, or two lags. Before that, each batch makes rows, and mirrors are being
+made: that is what the other figures have in them. Figures begin with ``steady_``; sides: ``none`` and ``STEADY_LAGS``.
+
 EVERSTEP_OVERHEAD_ROUNDS (3), EVERSTEP_OVERHEAD_SIZES ("16x2048": dim x batch, one or more; figures of others than this
 one begin with their names), EVERSTEP_OVERHEAD_SIDES (all; else these, the first one of each group, ``none``,
 ``spare_none`` or ``two_none``, always; what needs another side is left out then).
@@ -36,6 +40,7 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks._jobs import Job, pushes
 from benchmarks._measure import (
     ROOT,
     Child,
@@ -50,7 +55,7 @@ from benchmarks._measure import (
     say,
     spread,
 )
-from benchmarks.throughput import Config, CpuLog, _make_data
+from benchmarks.throughput import SAMPLES, Config, CpuLog, _make_data
 from everstep.policies.advise import Case, break_even_bytes, break_even_mtbf_s
 
 MODEL = ROOT / "benchmarks" / "throughput_model.py"
@@ -59,19 +64,25 @@ POLL_S = 0.25
 EVERY_S = 5
 BANDWIDTHS = (10, 50, 200, 1000)  # MB/s
 HOUR_S = 3600.0
+PS = 5
+GROUPS = ("", "spare_", "two_")
+"""Sides whose names begin so are compared with ``GROUPnone``; all others with ``none``."""
+SIZE = "16x2048"
+CURVE = ("16x2048", "16x8192", "64x2048", "64x8192")
+STEADY_LAGS = (2.0, 4.0, 8.0)
+STEADY_EPOCHS = 1.3  # of the data, by all workers together: then few keys are left that have no row
+STEADY_S = 14.0
+STEADY = "steady_"
+LAGS = (0.5, 2.0, 8.0)  # a run lasts 20 to 40 s: with longer ones, the last differences would not be in it
+
 AIMS = {
     "parity_acked_of_none": 0.9,
     "spare_parity_acked_of_none": 0.95,
     "parity_lag_2s_of_none": 0.98,
     "spare_parity_lag_2s_of_none": 0.99,
     "two_parity_lag_2s_of_none": 0.97,
+    **{f"steady_parity_lag_{lag:g}s_of_none": 0.98 for lag in STEADY_LAGS},
 }
-PS = 5
-GROUPS = ("", "spare_", "two_")
-"""Sides whose names begin so are compared with ``GROUPnone``; all others with ``none``."""
-SIZE = "16x2048"
-CURVE = ("16x2048", "16x8192", "64x2048", "64x8192")
-LAGS = (0.5, 2.0, 8.0)  # a run lasts 20 to 40 s: with longer ones, the last differences would not be in it
 
 CPR = ROOT / "benchmarks" / "twins" / "cpr_flights.py"
 
@@ -81,7 +92,7 @@ SIDES: dict[str, tuple[list[str], str]] = {
     "parity_eager": (["--parity", "4+1", "--protect", "eager"], ""),
     **{
         f"parity_lag_{lag:g}s": (["--parity", "4+1", "--protect", "lag", "--protect-lag", f"{lag:g}s"], "")
-        for lag in LAGS
+        for lag in sorted({*LAGS, *STEADY_LAGS})
     },
     "replica": (["--parity", "1+1"], ""),
     "checkpoint_full": (["--checkpoint-every", f"{EVERY_S}s"], "checkpoint_full_every: 0\n"),
@@ -110,6 +121,11 @@ def chosen(names: str) -> dict[str, tuple[list[str], str]]:
         raise SystemExit(f"EVERSTEP_OVERHEAD_SIDES: no side is called {sorted(unknown)}; there are {list(SIDES)}")
     bases = {f"{group(name)}none" for name in wanted}
     return {name: what for name, what in SIDES.items() if name in wanted | bases}
+
+
+def lag_s(flags: Sequence[str]) -> float:
+    """Return how far mirrors may be behind with these flags, in seconds."""
+    return float(flags[flags.index("--protect-lag") + 1].removesuffix("s")) if "--protect-lag" in flags else 0.0
 
 
 def sizes(words: str) -> list[tuple[int, int]]:
@@ -162,6 +178,35 @@ def side(config: Config, flags: list[str], settings: str) -> dict[str, float]:
         return measured
 
 
+def steady(config: Config, flags: list[str], settings: str, window_s: float) -> dict[str, float]:
+    """One run: the same figures over ``window_s`` seconds of it, once tables and mirrors have come to rest."""
+    with tempfile.TemporaryDirectory(prefix="everstep-bench-") as folder:
+        home = Path(folder)
+        (home / "job.yaml").write_text(settings or "name: overhead\n")
+        verb = ["run", "-c", str(home / "job.yaml"), "--workers", "2", "--ps", str(PS), *flags]
+        script = ["--", str(MODEL), *config.arguments, "--epochs", "1000", "--batches", "0"]  # until it is stopped
+        job = Job(home, verb, script, TIMEOUT_S)
+        try:
+            seen = STEADY_EPOCHS * SAMPLES
+            job.wait_for(lambda: job.samples_done() > seen and ("--parity" not in flags or job.safe()))
+            cpu = CpuLog([job.main])
+            cpu.poll()
+            began_at, began = time.time(), time.monotonic()
+            job.wait_for(lambda: time.monotonic() > began + window_s)
+            cpu.poll()
+            ended_at = time.time()
+            at, samples = pushes(job.logs())
+            trained = float(samples[(at >= began_at) & (at < ended_at)].sum())
+            _, cpu_all, cpu_ps = cpu.between(began - 1.0, time.monotonic())
+            return {
+                "samples_per_s": trained / (ended_at - began_at),
+                "cpu_s_per_million": 1e6 * cpu_all / trained,
+                "ps_cpu_ms_per_batch": 1e3 * cpu_ps * config.batch / trained,
+            }
+        finally:
+            job.close()
+
+
 def checkpoint_bytes(run_dir: Path) -> list[float]:
     """Bytes written for each checkpoint that was committed, oldest first."""
     events = run_dir / "events.jsonl"
@@ -178,10 +223,13 @@ def checkpoint_bytes(run_dir: Path) -> list[float]:
 def run(quick: bool, arguments: Sequence[str] = ()) -> Result:
     parser = argparse.ArgumentParser(prog="python -m benchmarks parity_overhead")
     parser.add_argument("--curve", action="store_true", help="the cost over the lag, for four sizes")
-    curve = parser.parse_args(arguments).curve
+    parser.add_argument("--steady", action="store_true", help="behind the making of rows and mirrors, for some lags")
+    chosen_ways = parser.parse_args(arguments)
+    curve, at_rest = chosen_ways.curve, chosen_ways.steady
     rounds = 1 if quick else int(os.environ.get("EVERSTEP_OVERHEAD_ROUNDS", "3"))
-    lags = ",".join(f"parity_lag_{lag:g}s" for lag in LAGS)
-    picked = chosen(lags if curve else os.environ.get("EVERSTEP_OVERHEAD_SIDES", ""))
+    lags = ",".join(f"parity_lag_{lag:g}s" for lag in (STEADY_LAGS if at_rest else LAGS))
+    asked = os.environ.get("EVERSTEP_OVERHEAD_SIDES", lags if at_rest else "")
+    picked = chosen(lags if curve else asked)
     measures = sizes(",".join(CURVE) if curve else os.environ.get("EVERSTEP_OVERHEAD_SIZES", SIZE))
     figures: dict[str, float] = {"load_before": psutil.getloadavg()[0]}
     spreads: dict[str, tuple[float, float]] = {}
@@ -189,15 +237,20 @@ def run(quick: bool, arguments: Sequence[str] = ()) -> Result:
         sides, prefixes = {}, {}
         for dim, batch in measures:
             config = Config(dim, batch, 20_000 if quick else 160_000, Path(folder))
-            prefixes[f"{dim}x{batch}"] = prefix = "" if f"{dim}x{batch}" == SIZE else f"{config.name}."
+            prefix = "" if f"{dim}x{batch}" == SIZE else f"{config.name}."
+            prefixes[f"{dim}x{batch}"] = prefix = STEADY + prefix if at_rest else prefix
             say(f"{config.name}: making the data")
             _make_data(config)
             for name, (flags, settings) in picked.items():
-                sides[prefix + name] = partial(side, config, flags, settings)
+                if at_rest:
+                    window_s = 3.0 if quick else max(STEADY_S, 2.0 * lag_s(flags))
+                    sides[prefix + name] = partial(steady, config, flags, settings, window_s)
+                else:
+                    sides[prefix + name] = partial(side, config, flags, settings)
         measured = interleaved(sides, rounds, say)
     for prefix in prefixes.values():
         compare(measured, prefix, list(picked), figures, spreads)
-    if picked.keys() == SIDES.keys() and SIZE in prefixes:
+    if picked.keys() == SIDES.keys() and SIZE in prefixes and not at_rest:
         figures |= crossover(figures)
         figures |= lossy(quick)
     aims = {name: f">= {least}" for name, least in AIMS.items() if name in figures}

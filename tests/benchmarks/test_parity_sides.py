@@ -69,3 +69,49 @@ def test_what_another_group_measured_does_not_count(bench: Any) -> None:
     bench.compare(rounds, "", list(rounds), figures, {})
     assert figures["two_parity_lag_2s_of_none"] == pytest.approx(0.975)
     assert figures["none.samples_per_s"] == 1000.0
+
+
+def test_steady_windows_are_at_least_two_lags_and_have_their_own_names(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    windows: dict[float, float] = {}
+
+    def steady(config: object, flags: list[str], settings: str, window_s: float) -> dict[str, float]:
+        lag = bench.lag_s(flags)
+        windows[lag] = window_s
+        return {"samples_per_s": 100.0 - lag, "cpu_s_per_million": 50.0 + lag, "ps_cpu_ms_per_batch": 5.0}
+
+    monkeypatch.setattr(bench, "steady", steady)
+    monkeypatch.setattr(bench, "_make_data", lambda config: None)
+    monkeypatch.setenv("EVERSTEP_OVERHEAD_ROUNDS", "1")
+    monkeypatch.delenv("EVERSTEP_OVERHEAD_SIDES", raising=False)
+    found = bench.run(False, ["--steady"])
+    assert windows == {0.0: 14.0, 2.0: 14.0, 4.0: 14.0, 8.0: 16.0}
+    assert found["figures"]["steady_parity_lag_2s_of_none"] == pytest.approx(0.98)
+    assert found["figures"]["steady_parity_lag_4s.cpu_of_none"] == pytest.approx(54.0 / 50.0)
+    assert found["holds"] == {f"steady_parity_lag_{lag}s_of_none": lag == 2 for lag in (2, 4, 8)}
+    assert all(name.startswith("steady_") for name in found["figures"] if name != "load_before")
+
+
+@pytest.mark.parametrize("names", ["parity", "parity,restore,partial", ""])
+def test_recovery_has_the_figures_of_the_sides_that_ran(
+    names: str, bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recovery = importlib.import_module("benchmarks.recovery")
+    parity = {"served_s": 0.04, "speed_until_protected": 0.5, "parity_lost_s": 0.5, "speed_10s": 0.95}
+    for name, values in {
+        "parity": parity | {"protected_over_bound": 1.0},
+        "unpaced": {"unpaced_served_s": 0.05},
+        "restore": {"restore_lost_s": 20.0, "restart_s": 5.0},
+        "partial": {"partial_lost_s": 15.0},
+    }.items():
+        monkeypatch.setattr(recovery, name, lambda home, interval_s, values=values: values)
+    if names:
+        monkeypatch.setenv("EVERSTEP_RECOVERY_SIDES", names)
+    found = recovery.run(True)
+    assert found["holds"]["served_s"] and not found["holds"]["speed_until_protected"]
+    assert ("restore_over_parity" in found["holds"]) == (names != "parity")
+    assert found["figures"].get("restore_over_parity", 40.0) == 40.0
+    monkeypatch.setenv("EVERSTEP_RECOVERY_SIDES", "parity,nothing")
+    with pytest.raises(SystemExit, match="no side is called"):
+        recovery.run(True)

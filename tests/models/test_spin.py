@@ -23,6 +23,7 @@ GOOD = [
     ("parity_cut", ("PUSHES=1", "CHANGES_OF_Y=1")),
     ("bucket_move", ()),
     ("bucket_move", ("NO_REPLICA",)),
+    ("mirror_lag", ()),
 ]
 BUGS = [
     ("parity_cut", "ACKED_AT_ONCE", ("PUSHES=2",)),
@@ -47,6 +48,17 @@ BUGS = [
     ("bucket_move", "CONTENTS_BESIDE_THE_STREAM", ("PUSHES=2", "NO_REPLICA")),
     ("bucket_move", "SERVES_AFTER_HAND_OVER", ("PUSHES=2", "NO_REPLICA")),
     ("bucket_move", "NO_HAND_OVER", ("PUSHES=2", "NO_REPLICA")),
+    ("mirror_lag", "NEWEST_PUSH_ONLY", ("PUSHES=2",)),
+    ("mirror_lag", "OLD_MARKS", ("PUSHES=2",)),
+    ("mirror_lag", "KEEPS_OLD_RECORDS", ("PUSHES=2",)),
+    ("mirror_lag", "OPENED_LATER", ("PUSHES=2",)),
+    ("mirror_lag", "NO_LEVELLING", ("PUSHES=2",)),
+    ("mirror_lag", "LEVELLING_DOES_NOT_FENCE", ("PUSHES=2",)),
+    ("mirror_lag", "LOSS_COSTS_NOTHING", ("PUSHES=2",)),
+    ("mirror_lag", "DONE_OF_A_ZOMBIE", ("PUSHES=2",)),
+    ("mirror_lag", "RELEASED_WHEN_DONE", ("PUSHES=2",)),
+    ("mirror_lag", "RELEASED_WHEN_SENT", ("PUSHES=2",)),
+    ("mirror_lag", "RELEASED_BY_ONE_MIRROR", ("PUSHES=2",)),
 ]
 
 
@@ -91,7 +103,7 @@ def test_a_planted_bug_is_found(model: str, bug: str, defines: tuple[str, ...], 
 
 
 def test_every_bug_of_the_models_is_in_the_list() -> None:
-    for model in ("parity_cut", "bucket_move"):
+    for model in ("parity_cut", "bucket_move", "mirror_lag"):
         switches = set(re.findall(r"^#ifn?def (\w+)", (MODELS / f"{model}.pml").read_text(), re.MULTILINE))
         listed = {bug for name, bug, _ in BUGS if name == model}
         assert switches - listed <= {"PUSHES", "CHANGES_OF_Y", "NO_REPLICA", "MAX_LOSSES"}

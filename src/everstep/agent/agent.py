@@ -31,6 +31,7 @@ from everstep.agent.mastersilence import LOOK_S, CutOff, Hung, SilenceStep
 from everstep.agent.memory_deaths import MemoryDeaths, died_of_own_limit
 from everstep.agent.rundir import remove_sockets
 from everstep.agent.scripterrors import ScriptErrors
+from everstep.agent.spare_ps import SPARE_AFTER_S, SparePs, environment
 from everstep.agent.stacks import ask_for_stack, main_stack, read_stacks, size_of, stack_path, words_of
 from everstep.agent.template_client import Ended, Fork, Forked, Ready, WarmTemplate
 from everstep.agent.worker_process import WorkerError
@@ -73,6 +74,7 @@ from everstep.net.messages import (
 from everstep.net.shown import shown
 from everstep.platforms.local import LocalProcess, ended, python_argv, send_signal, spawn, sweep_group
 from everstep.platforms.notices import DESIGN_LEAD_S, Change, NoticeSource, NoticeWatch
+from everstep.ps.spare import PsRole
 from everstep.storage.atomic import private
 from everstep.storage.space import disk_is_full
 
@@ -202,6 +204,8 @@ class Agent:
         self._template: WarmTemplate | None = None
         self._template_budget = RestartBudget(limit=5)
         self._template_started_at = 0.0
+        self._spare: SparePs | None = None
+        self._ps_started_at = 0.0
         self._cut_off = CutOff(spec.cut_off_s, spec.rejoin_s)
         self._hung = Hung(spec.master_silent_s, spec.master_lost_s)
         self._disk = DiskWatch(self.run_dir, spec.disk_full_s, self._tell)
@@ -858,17 +862,61 @@ class Agent:
         if self.host:
             args += ["--host", self.host]
         log = self.run_dir / "logs" / f"ps-{entry.slot}.log"
-        env = {**os.environ, "EVERSTEP_RUN_DIR": str(self.run_dir), "EVERSTEP_NODE": self.node}
+        env = environment(self.run_dir, self.node)
         if entry.size.threads:
             args += ["--threads", str(entry.size.threads)]
+        process = None
         if entry.size.memory_bytes:
             args += ["--memory-bytes", str(entry.size.memory_bytes)]
             env.setdefault("MALLOC_ARENA_MAX", "2")  # (each arena takes address space, which the limit counts)
-        process = spawn(entry.name, python_argv("everstep.ps", *args), log, env=env)
+        else:
+            process = self._spare_becomes(entry, PsRole(tuple(args), str(log)))
+        if process is None:
+            process = spawn(entry.name, python_argv("everstep.ps", *args), log, env=env)
         with self._lock:
             entry.process, entry.pid, entry.pidfd = process, process.pid, process.fileno()
         self._selector.register(process, selectors.EVENT_READ, lambda: self._ps_ended(entry))
         self.log(f"{entry.name} #{entry.incarnation} started, pid {entry.pid}")
+        self._ps_started_at = time.monotonic()
+        if self.spec.parity not in ("", "0"):
+            self._after(SPARE_AFTER_S, self._keep_spare)
+
+    # ------------------------------------------------------------ the spare ps
+
+    def _keep_spare(self) -> None:
+        """Start a ps ahead, where there are ps here and none was started for a while."""
+        if self._leaving or self._spare is not None or time.monotonic() < self._ps_started_at + SPARE_AFTER_S:
+            return
+        if not any(entry.role == Role.PS and entry.status is None for entry in self._running.values()):
+            return
+        try:
+            self._spare = spare = SparePs(self.run_dir, environment(self.run_dir, self.node))
+        except OSError as error:
+            self.log(f"no ps can be started ahead: {error}")
+            return
+        self._selector.register(spare.process, selectors.EVENT_READ, self._end_spare)
+        self.log(f"a spare ps started, pid {spare.process.pid}")
+
+    def _spare_becomes(self, entry: Running, role: PsRole) -> LocalProcess | None:
+        """Return the process of the spare ps, which is ``entry`` from now on; None: there is none."""
+        spare = self._spare
+        if spare is None:
+            return None
+        process = spare.become(entry.name, role)
+        if process is None:
+            self._end_spare()
+            return None
+        self._spare = None
+        self._selector.unregister(process)
+        return process
+
+    def _end_spare(self) -> None:
+        """End it, or take note that it has ended."""
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(spare.process)
+            spare.end()
 
     def _ps_ended(self, entry: Running) -> None:
         process = entry.process
@@ -1069,6 +1117,7 @@ class Agent:
 
     def _kill_all(self) -> None:
         """Send SIGKILL to all that this agent started, and see that it is gone."""
+        self._end_spare()
         for entry in list(self._running.values()):
             if entry.status is None:
                 self._kill(entry)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import click
 
+from everstep.cli.advise_picture import draw
 from everstep.cli.kernel_probe import ProbeLoad, probe_kernels
 from everstep.config.load import LAG_S
 from everstep.errors import ConfigError
@@ -18,6 +19,8 @@ from everstep.policies.advise import (
     Option,
     break_even_bytes,
     break_even_mtbf_s,
+    coded,
+    every,
     options,
     partial_rollback,
     updates_lost,
@@ -27,6 +30,8 @@ from everstep.policies.measured_costs import MeasuredCosts, StepLoad, measured_c
 from everstep.units import human_bytes
 
 _SHARES = ("stall", "changed", "parity", "replica", "lag", "rebuilding", "together", "may_lose")
+PAPERS_S = 1800.0
+"""The interval of checkpoints that ECRM compares parity with."""
 _FLAGS = {"lag": "--lag-costs"}
 """Where the flag is not the field's name."""
 
@@ -42,13 +47,18 @@ class MeasureFlags(NamedTuple):
     given: frozenset[str] = frozenset()
 
 
-def advise(case: Case, as_json: bool, flags: MeasureFlags | None = None) -> None:
-    """Print the options, the cheapest first. ``flags``: measure this machine first. Raises ConfigError: numbers that
-    cannot be."""
+def advise(case: Case, as_json: bool, flags: MeasureFlags | None = None, picture: Path | None = None) -> None:
+    """Print the options, the cheapest first. ``flags``: measure this machine first. ``picture``: also draw where parity
+    costs less than checkpoints, there. Raises ConfigError: numbers that cannot be, a file that cannot be written."""
     check(case)
     costs = None
     if flags is not None:
         case, costs = measure(case, flags, (lambda line: None) if as_json else click.echo)
+    if picture is not None:
+        try:
+            picture.write_text(draw(case))
+        except OSError as error:
+            raise ConfigError(f"--picture {picture}: {error.strerror}") from error
     found = options(case)
     if as_json:
         click.echo(
@@ -68,6 +78,8 @@ def advise(case: Case, as_json: bool, flags: MeasureFlags | None = None) -> None
             click.echo(line)
     for line in lines(case, found):
         click.echo(line)
+    if picture is not None:
+        click.echo(f"  {picture}: the cheapest way over table bytes / bandwidth and the time between losses")
 
 
 def measure(case: Case, flags: MeasureFlags, say: Callable[[str], None]) -> tuple[Case, MeasuredCosts]:
@@ -152,10 +164,11 @@ def lines(case: Case, found: list[Option]) -> list[str]:
     out.append("  no way loses a sample; redo: the most that is trained again after a loss")
     out.append(same_promise(case, found))
     out.append("")
-    for k, m in ((1, 1), (4, 1), (4, 2)):
+    for k, m, lag in ((1, 1, False), (4, 1, False), (4, 1, True), (4, 2, False), (4, 2, True)):
         if k + m <= case.ps:
-            name = f"{'replica' if k == 1 else 'parity'} {k}+{m}"
-            out.append(f"  {name} {turning(break_even_mtbf_s(case, k, m), break_even_bytes(case, k, m))}")
+            turns = turning(break_even_mtbf_s(case, k, m, lag), break_even_bytes(case, k, m, lag))
+            out.append(f"  {coded(case, k, m, lag).name} {turns}")
+    out.append(as_papers(case, found))
     lossy = partial_rollback(case)
     lost = updates_lost(case, lossy.interval_s)
     out.append(
@@ -177,6 +190,18 @@ def same_promise(case: Case, found: list[Option]) -> str:
     else:
         text += f"lose {same.loss:.1%} ({same.binds} binds)"
     return text + (f"; {lagging[0].name} loses {lagging[0].loss:.1%} ({lagging[0].binds} binds)" if lagging else "")
+
+
+def as_papers(case: Case, found: list[Option]) -> str:
+    """Return the comparison that papers on parity make: with full checkpoints at an interval that nobody chose."""
+    fixed = every(case, PAPERS_S)
+    text = f"  full checkpoints every {span(fixed.interval_s)} lose {fixed.loss:.1%} ({fixed.binds} binds)"
+    parity = [o for o in found if "parity" in o.parts]
+    if not parity:
+        return text
+    saved = 1.0 - parity[0].loss / fixed.loss
+    words = f"{saved:.0%} less" if saved >= 0 else "more"
+    return f"{text}; {parity[0].name} loses {parity[0].loss:.1%}, {words}"
 
 
 def turning(mtbf_s: float, table_bytes: float) -> str:

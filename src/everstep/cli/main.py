@@ -681,8 +681,8 @@ def _renamed(old: str, new: str) -> None:
 @click.option("--base-every", type=int, hidden=True)  # its old name
 @click.option("--restart", default="10s", show_default=True, help="From a loss to training on, reading not counted.")
 @click.option("--network", default="1GB", show_default=True, help="Of one ps, bytes a second.")
-@click.option("--parity", type=float, help="Share of throughput that K+1 costs.  [default: 0.2]")
-@click.option("--replica", type=float, help="Share of throughput that 1+1 costs.  [default: 0.18]")
+@click.option("--parity", type=float, help="Share of throughput that K+1 costs.  [default: 0.09]")
+@click.option("--replica", type=float, help="Share of throughput that 1+1 costs.  [default: 0.09]")
 @click.option("--lag", default="2s", show_default=True, help="How far mirrors may be behind (--protect lag).")
 @click.option("--lag-costs", type=float, help="Share of throughput that K+1 costs with that lag.  [default: 0.06]")
 @click.option("--measure", is_flag=True, help="Run the kernels here for half a minute; needs --step.")
@@ -695,6 +695,11 @@ def _renamed(old: str, new: str) -> None:
 @click.option("--together", type=float, default=0.2, show_default=True, help="Share of losses that take several ps.")
 @click.option("--rebuilding", type=float, default=0.5, show_default=True, help="Throughput while a ps is rebuilt.")
 @click.option("--may-lose", type=float, default=0.02, show_default=True, help="Updates a lossy rollback may lose.")
+@click.option(
+    "--picture",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write an SVG: where parity costs less, over table bytes / bandwidth and time between losses.",
+)
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
 def advise(
     tables: str,
@@ -712,6 +717,7 @@ def advise(
     dim: int,
     cores: int | None,
     write_to: Path,
+    picture: Path | None,
     as_json: bool,
     **numbers: Any,
 ) -> None:
@@ -728,7 +734,7 @@ def advise(
     if bandwidth is None and not measure:
         raise ConfigError("no --bandwidth: give bytes a second of the storage, or --measure to find it here")
     given = {"bandwidth": bandwidth, "lag": lag_costs} | {n: numbers[n] for n in ("stall", "parity", "replica")}
-    for name, default in (("stall", 0.02), ("parity", 0.2), ("replica", 0.18)):
+    for name, default in (("stall", 0.02), ("parity", 0.09), ("replica", 0.09)):
         numbers[name] = default if numbers[name] is None else numbers[name]
     case = Case(
         full_every=8 if full_every is None else full_every,
@@ -742,11 +748,11 @@ def advise(
         lag=0.06 if lag_costs is None else lag_costs,
         **numbers,
     )
-    if not measure:
-        say(case, as_json)
-        return
-    known = frozenset(name for name, value in given.items() if value is not None)
-    say(case, as_json, MeasureFlags(case.step_s, rows_per_step, dim, cores or os.cpu_count() or 1, write_to, known))
+    flags = None
+    if measure:
+        known = frozenset(name for name, value in given.items() if value is not None)
+        flags = MeasureFlags(case.step_s, rows_per_step, dim, cores or os.cpu_count() or 1, write_to, known)
+    say(case, as_json, flags, picture)
 
 
 @cli.command()

@@ -110,13 +110,14 @@ def spawn(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     pass_fds: Sequence[int] = (),
+    stdin: int = subprocess.DEVNULL,
 ) -> LocalProcess:
-    """Start a process: stdin empty, stdout and stderr appended to ``log``. Call it from a thread that lives as
-    long as the child shall (the kernel's "parent" is the thread)."""
+    """Start a process: stdin empty, or the descriptor ``stdin``; stdout and stderr appended to ``log``. Call it from
+    a thread that lives as long as the child shall (the kernel's "parent" is the thread)."""
     with open(log, "ab", opener=private) as out:
         popen = subprocess.Popen(
             list(argv),
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=out,
             stderr=out,
             env=None if env is None else dict(env),

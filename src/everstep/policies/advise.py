@@ -51,7 +51,7 @@ class Case(NamedTuple):
     full_every: int = 8  # so many incremental ones, then a full one
     restart_s: float = 10.0  # from a loss until training goes on, reading not counted
     network: float = 1e9  # of one ps
-    parity: float = 0.07  # share of the throughput that parity costs
+    parity: float = 0.09  # share of the throughput that parity costs
     replica: float = 0.09
     rebuilding: float = 0.5  # throughput while a ps is rebuilt
     together: float = 0.2  # share of losses that take more than one ps at once
@@ -107,6 +107,18 @@ def checkpoints(case: Case, incremental: bool, mtbf_s: float | None = None) -> O
     )
     name = "incremental checkpoints" if incremental else "full checkpoints"
     return Option(name, sum(parts.values()), interval_s, 1.0, parts, interval_s)
+
+
+def every(case: Case, interval_s: float) -> Option:
+    """Return what full checkpoints cost at this interval, whatever is best: one that is on its way delays the next."""
+    write_s, read_s = _write_and_read_s(case, incremental=False)
+    interval_s = max(interval_s, write_s)
+    parts = {
+        "writing": case.stall * write_s / interval_s,
+        "trained again": interval_s / 2.0 / case.mtbf_s,
+        "restoring": (case.restart_s + read_s) / case.mtbf_s,
+    }
+    return Option("full checkpoints", sum(parts.values()), interval_s, 1.0, parts, interval_s)
 
 
 def _write_and_read_s(case: Case, incremental: bool) -> tuple[float, float]:
@@ -177,13 +189,13 @@ def options(case: Case, codes: tuple[tuple[int, int], ...] = ((1, 1), (4, 1), (4
     return sorted(found, key=lambda option: option.loss)
 
 
-def break_even_mtbf_s(case: Case, k: int, m: int) -> float:
+def break_even_mtbf_s(case: Case, k: int, m: int, lag: bool = False) -> float:
     """Return the time between losses below which parity k+m costs less than incremental checkpoints, and above which
     more. 0: it never costs less; inf: always (up to 10**9 s)."""
 
     def pays(mtbf_s: float) -> bool:
         at = case._replace(mtbf_s=mtbf_s)
-        return coded(at, k, m).loss < checkpoints(at, incremental=True).loss
+        return coded(at, k, m, lag).loss < checkpoints(at, incremental=True).loss
 
     low, high = 1.0, 1e9
     if not pays(low):
@@ -196,13 +208,13 @@ def break_even_mtbf_s(case: Case, k: int, m: int) -> float:
     return math.sqrt(low * high)
 
 
-def break_even_bytes(case: Case, k: int, m: int) -> float:
+def break_even_bytes(case: Case, k: int, m: int, lag: bool = False) -> float:
     """Return the table bytes above which, at this time between losses, parity costs less than incremental
     checkpoints."""
 
     def pays(table_bytes: float) -> bool:
         at = case._replace(table_bytes=table_bytes)
-        return coded(at, k, m).loss < checkpoints(at, incremental=True).loss
+        return coded(at, k, m, lag).loss < checkpoints(at, incremental=True).loss
 
     low, high = 1.0, 1e18
     if pays(low):

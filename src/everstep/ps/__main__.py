@@ -1,5 +1,5 @@
 """Runs ``python -m everstep.ps RUN_DIR SLOT INCARNATION NODE [--host HOST]``: one parameter server, started by an
-agent."""
+agent. ``--spare``: it hears these arguments on its standard input once a ps is needed."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from everstep.monitor.memory_room import bound_memory
 from everstep.net.log import log_plainly
 from everstep.net.strangers import allow_many_descriptors
 from everstep.ps.ps_process import NO_THREAD, PsProcess, die_with_parent, end_threads_for_memory
+from everstep.ps.spare import FLAG, wait_for_role
 
 STACK_BYTES: Final = 1 << 20
 """Of each thread. A ps has some for each worker and each other ps, and a limit of a process counts stacks whole."""
@@ -36,6 +37,12 @@ def processors_of(slot: int, threads: int, free: Set[int]) -> set[int]:
 
 def main() -> int:
     """Run the ps; return the process's exit code."""
+    words = sys.argv[1:]
+    if words[:1] == [FLAG]:
+        role = wait_for_role()
+        if role is None:
+            return 0
+        words = list(role.arguments)
     parser = argparse.ArgumentParser(prog="everstep.ps")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("slot", type=int)
@@ -44,7 +51,7 @@ def main() -> int:
     parser.add_argument("--host", default="", help="address by which other nodes reach this one")
     parser.add_argument("--threads", type=int, default=0, help="processors that it may use; 0: all of its node")
     parser.add_argument("--memory-bytes", type=int, default=0, help="private memory that it may have; 0: no limit")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     log_plainly("%(asctime)s %(levelname)s %(name)s: %(message)s")
     if os.environ.get("EVERSTEP_RUN_DIR"):  # started by an agent, not by hand
         die_with_parent()

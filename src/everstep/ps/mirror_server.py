@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
 from typing import Any, Protocol
 
 import msgspec
@@ -73,6 +74,7 @@ _FLUSHED_LOOK_S = 0.002
 _IDLE_DRAIN_S = 0.05  # what nobody waits for may lie so long
 _ASK_AGAIN_S = 0.01
 _ASK_AGAIN_MAX_S = 0.05
+_ASKS_AHEAD = 32  # wishes for contents that are on their way to a peer before the first is answered
 _ANSWER_S = 30.0
 _LOOK_S = 0.5
 _LATE_LOOK_S = 0.05
@@ -585,7 +587,7 @@ class MirrorServer:
                     if peer.key != self.machine.me and peer.link is None:
                         self._link(peer)
                     self._append_to(peer)
-                    moved = [self._ask(peer.link, ask) for ask in asks]
+                    moved = self._ask_all(peer.link, asks)
                     failures, pause_s = 0, 0.0
                     if asks and left <= 0:
                         again = []
@@ -715,6 +717,37 @@ class MirrorServer:
                 pass
         return answer
 
+    def _ask_all(self, link: PeerLink | None, asks: Sequence[Ask]) -> list[bool]:
+        """Ask a peer all of this, in order. Return of each whether the peer wants to be asked again. Wishes for
+        contents that follow each other go out together: their answers are a word each."""
+        moved: list[bool] = []
+        while len(moved) < len(asks):
+            left = asks[len(moved) :]
+            wishes = list(takewhile(lambda ask: isinstance(ask.request, FetchContents), left[:_ASKS_AHEAD]))
+            if link is not None and len(wishes) > 1:
+                moved += self._wish_all(link, wishes)
+            else:
+                moved.append(self._ask(link, left[0]))
+        return moved
+
+    def _wish_all(self, link: PeerLink, asks: Sequence[Ask]) -> list[bool]:
+        for ask in asks:
+            link.send(ask.request, timeout_s=_ANSWER_S)
+        answers = [link.receive(timeout_s=_ANSWER_S)[0] for _ in asks]
+        moved = [self._is_moved(ask, answer) for ask, answer in zip(asks, answers, strict=True)]
+        if not all(moved):
+            with self.transition() as machine:
+                for ask, answer, again in zip(asks, answers, moved, strict=True):
+                    if not again:
+                        machine.answered(ask, answer)
+        return moved
+
+    def _is_moved(self, ask: Ask, answer: DataAnswer) -> bool:
+        """Return whether the peer wants to be asked again."""
+        if isinstance(answer, Bad):
+            self._limit.warning(f"ps:{ask.peer[0]} does not take {type(ask.request).__name__}: {answer.error}")
+        return isinstance(answer, Moved | Bad)
+
     def _ask(self, link: PeerLink | None, ask: Ask) -> bool:
         """True: the peer wants to be asked again."""
         blobs: Sequence[Any] = ()
@@ -731,10 +764,7 @@ class MirrorServer:
                     answer, blobs = self.fetch_log(wanted)
                 case TransferOwnership() as hand_over:
                     answer = self.hand_over(hand_over)
-        if isinstance(answer, Moved):
-            return True
-        if isinstance(answer, Bad):
-            self._limit.warning(f"ps:{ask.peer[0]} does not take {type(ask.request).__name__}: {answer.error}")
+        if self._is_moved(ask, answer):
             return True
         if isinstance(answer, OwnershipTransferred):
             faultpoints.reach("mid_move")
