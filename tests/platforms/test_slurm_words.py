@@ -95,7 +95,7 @@ def test_the_words_of_a_node() -> None:
     words = job_words(settings, "everstep-x", NodeId("slurm-1"), "/run")
     for each in ("--partition=spot", "--account=team", "--time=2:00:00", "--mem=8G", "--gpus=1", "--cpus-per-task=4"):
         assert each in words
-    assert "--requeue" in words and "--comment=slurm-1" in words and "--job-name=everstep-x" in words
+    assert "--no-requeue" in words and "--comment=slurm-1" in words and "--job-name=everstep-x" in words
 
 
 @pytest.mark.parametrize(("restarts", "node"), [(None, "slurm-1"), ("0", "slurm-1"), ("2", "slurm-1-r2")])

@@ -89,7 +89,7 @@ def wanted_words(settings: SlurmSettings) -> list[str]:
 
 def job_words(settings: SlurmSettings, group: str, node: NodeId, run_dir: str) -> list[str]:
     """Return the words of ``sbatch`` for the job of a node. The script comes by its standard input."""
-    words = ["--parsable", f"--job-name={group}", f"--comment={node}", "--requeue", "--open-mode=append"]
+    words = ["--parsable", f"--job-name={group}", f"--comment={node}", "--no-requeue", "--open-mode=append"]
     words += [f"--output={run_dir}/nodes/{node}.log", f"--chdir={run_dir}"]
     return words + wanted_words(settings)
 
