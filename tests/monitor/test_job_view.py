@@ -17,7 +17,7 @@ from everstep.cli.explain import explain
 from everstep.cli.status import RENAMED, as_builtins
 from everstep.cli.top import lines
 from everstep.cli.view_text import ending_text, fact_lines, head_text, picture, progress_line
-from everstep.ids import Incarnation, NodeId, Slot
+from everstep.ids import Incarnation, NodeId, PartitionId, Slot
 from everstep.model import graph_readings, job_view
 from everstep.model.graph_readings import GraphView, ModuleView, TableView
 from everstep.model.job_view import (
@@ -37,12 +37,14 @@ from everstep.model.job_view import (
     RunningFault,
     ShardsView,
     ShownState,
+    SizeView,
     SpeedView,
     StageView,
     SupervisionView,
 )
 from everstep.model.member import Role
 from everstep.model.observation import Observations, ServerSeen, WorkerSeen
+from everstep.model.partition_load import HotKey, PartitionView
 from everstep.monitor.names import METRICS
 from everstep.monitor.prometheus import MetricsPage, read_metric
 from everstep.monitor.viewer import Measured, make_job_view
@@ -67,6 +69,8 @@ def whole() -> JobView:
         workers=(WorkerSeen(slot=Slot(0), incarnation=ONE, node=HOME),),
         servers=(ServerSeen(slot=Slot(0), incarnation=ONE, node=HOME),),
     )
+    keys = (HotKey("ads", 7, 0.99),)
+    hottest = PartitionView(PartitionId(5), Slot(0), 40.0, 800.0, 9000.0, 0.25, 1 << 20, 0.6, True, keys)
     return JobView(
         job="flights",
         consistency="sync",
@@ -81,6 +85,7 @@ def whole() -> JobView:
             MemberView(Role.PS, Slot(0), ONE, HOME, 72, ShownState.ALIVE, partitions=40, mirrors=3, hardware="EPYC"),
         ),
         members_wanted={"worker": 3, "ps": 2},
+        sizes=(SizeView(Role.PS, 4, 3 << 30),),
         nodes=(NodeView(HOME, "rack1", workers=1, ps=1), NodeView(NodeId("node1"), draining=True)),
         epochs=(EpochView("train", 1, 3, 10, 3, 2, 5, 1000, 500),),
         shards=ShardsView(3, 2, 5, 1),
@@ -90,7 +95,7 @@ def whole() -> JobView:
         batches_retried=5,
         failures={"worker": 1},
         reported={"loss": 0.25},
-        placement=PlacementView(7, 64, 2),
+        placement=PlacementView(7, 64, 2, (hottest,)),
         protection=ProtectionView("2+1", "acked", 40, 20, 4, 3, 2, 1, 4096, 0.5, 12.0, 3, 4, "m2"),
         checkpoint=CheckpointView(12, 99.0, True, 1 << 20, 0.4, 13, 20, 64, 1, 0),
         group=GroupView(5, 2, 1, 1204, 12.5, "fixed", "1 of 2 workers", 0, 6),

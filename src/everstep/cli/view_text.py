@@ -156,10 +156,10 @@ def node_text(node: NodeView) -> str:
     return f"{name}: {', '.join(parts) or 'nothing runs there'}"
 
 
-def sizes_text(sizes: dict[str, SizeView]) -> str:
+def sizes_text(sizes: tuple[SizeView, ...]) -> str:
     """Return ``each new process gets: ps 2.0 GiB, 4 threads; worker 2 threads``; "": nothing is named."""
-    found = {role: size_words(ProcessSize(size.threads, size.memory_bytes)) for role, size in sorted(sizes.items())}
-    return "each new process gets: " + "; ".join(f"{role} {text}" for role, text in found.items()) if found else ""
+    found = [f"{one.role} {size_words(ProcessSize(one.threads, one.memory_bytes))}" for one in sizes]
+    return f"each new process gets: {'; '.join(found)}" if found else ""
 
 
 def placement_text(found: PlacementView) -> str:

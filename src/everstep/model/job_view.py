@@ -442,10 +442,12 @@ class SpeedView(msgspec.Struct, frozen=True, rename={"faults": "drills"}):
 class SizeView(msgspec.Struct, frozen=True):
     """Shows what each process of a role gets that starts from now on.
 
+    - ``role``: worker or ps [role]
     - ``threads``: of a worker, those that compute; of a ps, processors; 0: as its node gives them [threads]
     - ``memory_bytes``: private memory that it may have; 0: as its node gives it [bytes]
     """
 
+    role: Role
     threads: int = 0
     memory_bytes: int = 0
 
@@ -464,8 +466,7 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True, tag="job_view"):
     - ``master_incarnation``: masters that the job has had [number]
     - ``members``: the master, all slots of workers and of ps [members]
     - ``members_wanted``: how many workers and ps the job wants, by role [processes]
-    - ``sizes``: of processes that start from now on, by role; a role of which nothing is named is left out [threads,
-      bytes]
+    - ``sizes``: of processes that start from now on, of roles of which something is named [sizes]
     - ``nodes``: that have joined [nodes]
     - ``epochs``: the newest of each dataset [epochs]
     - ``shards``: of the newest epochs [shards]
@@ -497,7 +498,7 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True, tag="job_view"):
     master_incarnation: Incarnation
     members: tuple[MemberView, ...]
     members_wanted: dict[str, int] = {}
-    sizes: dict[str, SizeView] = {}
+    sizes: tuple[SizeView, ...] = ()
     nodes: tuple[NodeView, ...] = ()
     epochs: tuple[EpochView, ...]
     shards: ShardsView = ShardsView()
