@@ -215,7 +215,8 @@ class Plan(NamedTuple):
     def flags(self, stretch: float) -> list[str]:
         """Parity is as wide as the machines allow: a ps on each of the first four, and on the first node."""
         wide = ["--ps", "5", "--parity", "4+1"] if self.nodes < 8 else ["--ps", "6", "--parity", "4+2"]
-        on_nodes = [*wide, "--capacity-ps", "1", "--checkpoint-every", "5s"]
+        there = ["--nodes", wide[1], "--nodes-wait", "60s"]  # (ps that begin on the first node stay there)
+        on_nodes = [*wide, *there, "--capacity-ps", "1", "--checkpoint-every", "5s"]
         modes = {
             "ps": on_nodes,
             "allreduce": ["--mode", "allreduce", "--checkpoint-every", "5s"],
