@@ -1,12 +1,13 @@
 """The job of ``bubble_overhead``: a pipeline of two stages whose state is copied by another way in each block of steps.
 
-Both stages go by the step's number. Each process writes what every step took: side, seconds, CPU seconds."""
+Both stages go by the step's number. Each process writes what every step took: number, seconds, CPU seconds."""
 
 from __future__ import annotations
 
 import argparse
 import csv
 import json
+import math
 import os
 import threading
 import time
@@ -20,9 +21,12 @@ from torch import nn
 from torch.distributed import pipelining
 
 import everstep as es
+from benchmarks._bubble_sides import OTHERS, SETTLE, Cycle
+from everstep.brain.events import CheckpointAsked, CheckpointBegun
+from everstep.cli.link import ask_master, ask_view
+from everstep.errors import EverstepError
+from everstep.model.reasons import CheckpointReason
 
-SIDES = ("none", "spans", "same", "synchronous", "thread", "async_save")
-FEW = SIDES[:3]  # what the aim is about
 LAYERS = {"small": (4, 128, 32), "gpt30m": (8, 512, 64)}  # layers, width, tokens of a sample
 WORDS = {"small": 500, "gpt30m": 5000}
 RECORDED = Path(__file__).parents[1] / "examples" / "recordings" / "bytedance-pipeline-st-excerpt.csv"
@@ -112,8 +116,10 @@ def emulated(stages: int, parts: int, floats: int) -> list[nn.Module]:
 class OtherWays:
     """Copies of the state that do not go by waits."""
 
-    def __init__(self, model: nn.Module, opt: Any, folder: Path) -> None:
+    def __init__(self, model: nn.Module, opt: Any, folder: Path, stage: int, stages: int) -> None:
         self._model, self._opt, self._folder = model, opt, folder
+        self._stage, self._stages, self._steps = stage, stages, 0
+        self._flash: Any = None
         self._buffers: list[torch.Tensor] = []
         self._thread: threading.Thread | None = None
         self._saving: Any = None
@@ -140,6 +146,23 @@ class OtherWays:
                 self._saving.result()
             state = {str(number): tensor for number, tensor in enumerate(self._tensors())}
             self._saving = dcp.async_save(state, checkpoint_id=str(self._folder), no_dist=True)
+        elif side == "flash":
+            self._flash_save()
+
+    def _flash_save(self) -> None:
+        """Have DLRover's flash checkpoint copy the state into its shared memory, by its own code."""
+        from dlrover.trainer.torch.flash_checkpoint.checkpointer import StorageType
+        from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer
+
+        if self._flash is None:
+            os.environ |= {"LOCAL_RANK": str(self._stage), "LOCAL_WORLD_SIZE": str(self._stages)}
+            os.environ |= {"RANK": str(self._stage), "ELASTIC_JOB_NAME": f"bubble{os.getppid()}"}
+            shards = {"local_shard_num": self._stages, "global_shard_num": self._stages}
+            self._flash = DdpCheckpointer(str(self._folder.parent / "flash"), **shards)
+        self._steps += 1
+        state = {"model": self._model.state_dict(), "opt": self._opt.state_dict()}
+        path = str(self._folder.parent / "flash" / str(self._steps))
+        self._flash.save_checkpoint(self._steps, state, path, storage_type=StorageType.MEMORY)
 
     def end(self) -> None:
         """The optimizer is about to step."""
@@ -147,31 +170,86 @@ class OtherWays:
             self._thread.join()
             self._thread = None
 
+    def settle(self) -> None:
+        """Wait for what the last side left behind."""
+        if self._saving is not None:
+            self._saving.result()
+            self._saving = None
+
+
+class Durable:
+    """Has one checkpoint written after the other, by the job's own master, while it is ``on``; in the first stage."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._wanted = threading.Event()
+        self._idle = threading.Event()
+        self.took_s: list[float] = []
+        self.error = ""
+        self._idle.set()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def on(self) -> None:
+        self._idle.clear()
+        self._wanted.set()
+
+    def off(self) -> None:
+        """Begin no other one; returns when the last one is complete."""
+        self._wanted.clear()
+        self._idle.wait(60.0)
+
+    def _run(self) -> None:
+        while True:
+            self._wanted.wait()
+            try:
+                self._take()
+            except EverstepError as error:
+                self.error = str(error)
+                self._wanted.clear()
+            if not self._wanted.is_set():
+                self._idle.set()
+
+    def _take(self) -> None:
+        begun = ask_master(self._run_dir, CheckpointAsked(CheckpointReason.ASKED, True))
+        if not isinstance(begun, CheckpointBegun):
+            time.sleep(0.1)  # (refused: the last one is just being ended)
+            return
+        while True:
+            time.sleep(0.05)
+            found = ask_view(self._run_dir).checkpoint
+            if found is not None and found.newest >= begun.checkpoint:
+                self.took_s.append(found.took_s)
+                return
+            if found is not None and found.writing != begun.checkpoint:
+                return  # (given up)
+
+
+def busy_s() -> float:
+    """Return the seconds that this machine's processors were busy, or taken by its host."""
+    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+    user, nice, system, _, _, irq, soft, stolen = map(int, fields[:8])
+    return (user + nice + system + irq + soft + stolen) / os.sysconf("SC_CLK_TCK")
+
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--size", choices=LAYERS, default="small")
     parser.add_argument("--microbatches", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--block", type=int, default=4, help="steps, of which the first is left out")
+    parser.add_argument("--steps", type=int, default=1 << 30, help="at most")
+    parser.add_argument("--until", type=float, default=math.inf, help="seconds since 1970: end then")
+    parser.add_argument("--others", default=",".join(OTHERS), help="other ways to copy, by commas")
     parser.add_argument("--out", required=True)
-    parser.add_argument("--few", action="store_true", help="without the other ways to copy")
-    parser.add_argument(
-        "--seconds", type=float, default=0.0, help="end with the round that is in hand then; 0: no limit"
-    )
     parser.add_argument("--stages", type=int, default=4, help="of an emulated pipeline")
     parser.add_argument("--emulated", default="", help="a schedule: stages sleep as long as recorded ones computed")
     args = parser.parse_args()
-    sides = FEW if args.few else SIDES
+    cycle = Cycle([side for side in args.others.split(",") if side])
     torch.set_num_threads(1)
     job = es.join(mode="pipeline")
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[job.process_index % len(cores)]})
     tokens, batch = LAYERS[args.size][2], 2 * args.microbatches
-    steps = args.rounds * len(sides) * args.block
     over = Path(args.out) / "over"  # the step that is the last one, by the first stage
-    began_s = time.monotonic()
-    text = torch.randint(0, WORDS[args.size], (batch * steps, tokens + 1), generator=torch.Generator().manual_seed(0))
+    text = torch.randint(0, WORDS[args.size], (batch * 64, tokens + 1), generator=torch.Generator().manual_seed(0))
 
     def loss(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(out.flatten(0, 1), target.flatten())
@@ -189,23 +267,41 @@ def main() -> None:
         )
     opt = job.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-4))
     engine: Any = job._engine
-    copies, ways = engine.copies, OtherWays(model, opt, Path(args.out) / f"saved{job.process_index}")
-    engine.copies = None
-    found: list[tuple[str, float, float]] = []
-    last_s, last_cpu_s = 0.0, 0.0
-    for samples in job.steps(job.loader({"text": text.numpy()}, batch_size=batch, epochs=1)):
-        side = sides[job.step // args.block % len(sides)]
-        if args.seconds and not job.process_index and not over.exists() and time.monotonic() - began_s > args.seconds:
-            per_round = len(sides) * args.block  # (two rounds on: the others read it before they are there)
-            (over.parent / "over.new").write_text(str((job.step // per_round + 2) * per_round))
-            (over.parent / "over.new").replace(over)
-        if args.seconds and over.exists() and job.step >= int(over.read_text()):
-            break
+    copies, ways = (
+        engine.copies,
+        OtherWays(model, opt, Path(args.out) / f"saved{job.process_index}", job.process_index, engine.unit.size),
+    )
+    durable = Durable(job._runtime.run_dir) if not job.process_index and "durable" in args.others else None
+
+    def copy(side: str) -> None:
+        """Have the next step copied in waits, or be as in a job without copies."""
+        now = copies if side in ("spans", "durable") else None
+        engine.copies = model.runner.recorder.copies = engine.unit.waits = now
+
+    copy("none")
+    found: list[tuple[int, float, float]] = []
+    last_s = last_cpu_s = 0.0
+    first = 0.0, 0.0, 0.0
+    for samples in job.steps(job.loader({"text": text.numpy()}, batch_size=batch, epochs=1_000_000)):
         now_s, now_cpu_s = time.perf_counter(), time.process_time()
-        if job.step and (job.step - 1) % args.block:
-            found.append((sides[(job.step - 1) // args.block % len(sides)], now_s - last_s, now_cpu_s - last_cpu_s))
-        last_s, last_cpu_s = now_s, now_cpu_s
-        ways.begin(side)
+        if found or last_s:
+            found.append((job.step - 1, now_s - last_s, now_cpu_s - last_cpu_s))
+        else:
+            first = now_s, now_cpu_s, busy_s()
+        if not job.process_index and not over.exists() and (job.step >= args.steps or time.time() > args.until):
+            (over.parent / "over.new").write_text(str(job.step + 3))  # (the others read it before they are there)
+            (over.parent / "over.new").replace(over)
+        if over.exists() and job.step >= int(over.read_text()):
+            break
+        turn = cycle.turn(job.step)
+        if turn.side == SETTLE:
+            ways.settle()
+            if durable is not None:
+                durable.off()
+        elif turn.side == "durable" and durable is not None:
+            durable.on()
+        last_s, last_cpu_s = time.perf_counter(), time.process_time()
+        ways.begin(turn.side)
         opt.zero_grad()
         given, target = samples["text"][:, :-1], samples["text"][:, 1:]
         if args.emulated:
@@ -213,12 +309,19 @@ def main() -> None:
         model.step(given, target=target)
         ways.end()
         opt.step()
-        engine.copies = copies if sides[(job.step + 1) // args.block % len(sides)] == "spans" else None
-    facts = {"steps": found, "batch": batch}
+        copy(cycle.turn(job.step + 1).side)
+    took = [now - then for now, then in zip((now_s, now_cpu_s, busy_s()), first, strict=True)]
+    if durable is not None:
+        durable.off()
+    copy("spans")  # (as the engine ends it)
+    facts = {"steps": found, "batch": batch, "wall_s": took[0], "cpu_s": took[1], "busy_s": took[2]}
+    facts["durable_s"] = durable.took_s if durable is not None else []
+    facts["error"] = durable.error if durable is not None else ""
     if copies is not None:
         totals = copies.totals
         facts["copied"], facts["inside"] = totals.copied_bytes, totals.inside_bytes + totals.late_bytes
         facts["copies"], facts["overruns"] = totals.copies, totals.overruns
+        facts["begin_s"], facts["stall_s"] = totals.begin_s, totals.stall_s
     (Path(args.out) / f"stage{job.process_index}.json").write_text(json.dumps(facts))
 
 

@@ -84,6 +84,10 @@ class Conditions:
         """Several rounds of the same sides begin."""
         self._series.append(0)
 
+    def add_rounds(self, count: int) -> None:
+        """``count`` rounds of the newest series were in one job, so no load was noted between them."""
+        self._series[-1] += count
+
     def round(self) -> None:
         """A round begins."""
         end = time.monotonic() + QUIET_WAIT_S
@@ -129,6 +133,12 @@ def each_round(rounds: int) -> Iterator[int]:
     for number in range(rounds):
         _now.round()
         yield number
+
+
+def note_rounds(count: int) -> None:
+    """``count`` rounds were inside of one job; the shortest series counts."""
+    _now.series()
+    _now.add_rounds(count)
 
 
 class Rounds(dict[str, list[Any]]):

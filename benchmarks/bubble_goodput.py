@@ -1,7 +1,9 @@
 """Measures the goodput of a pipeline against how often a stage is killed, beside a restart from the newest checkpoint.
 
 Goodput: steps that count, times the usual length of a step, over the time that passed. ``real``: a job of two stages on
-this machine, whose stages get ``kill -9`` at a fixed distance. ``everstep``: copies of the stages in their waits, one
+this machine, whose stages get ``kill -9`` at a fixed distance, for at least five kills. Before that each side is killed
+a few times, and every time waited for: ``away_s``, so that a side has a time to come back in also where kills are too
+frequent for it (its goodput is about 0 then). ``everstep``: copies of the stages in their waits, one
 replica. ``restart``: torchrun starts all stages again from their newest checkpoint, with the interval between
 checkpoints that Young's rule gives for that distance and for what a checkpoint was measured to cost.
 
@@ -9,8 +11,8 @@ checkpoints that Young's rule gives for that distance and for what a checkpoint 
 showed: a step's length, how long a loss kept the job away, and what a copy or a checkpoint cost. For everstep the
 production functions choose how often to copy, again after each loss, from the losses so far. The restart has Young's
 interval, or the best of a sweep, whatever is better, and knows the rate from the begin. ``--out FILE.svg`` draws it.
-A side that does not come back from any kill in the time that it has counts as coming back at the end of it:
-``--seconds`` should be several times what a restart takes.
+
+``--minutes N`` (12): distances are measured from the shortest on, as far as they fit; the simulation has all of them.
 """
 
 from __future__ import annotations
@@ -25,13 +27,14 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from benchmarks._bubble_script import SAVE_EVERY
 from benchmarks._jobs import Job
 from benchmarks._measure import ROOT, Child, Result, everstep, median, say, spread
-from benchmarks.bubble_recovery import kill_torchrun, read, stages_of
+from benchmarks.bubble_recovery import kill_torchrun, kills, read, stages_of
 from everstep.monitor.span_log import read_spans
 from everstep.policies.advise import young_interval
 from everstep.policies.copy_frequency import CopyCost, choose_interval, mean_time_to_failure
@@ -50,6 +53,9 @@ BETWEEN: Final = {
     "10d": 864_000.0,
 }
 REAL: Final = ("5s", "10s", "30s", "1m", "3m", "10m")
+FIRST_KILLS = 4  # of each side, waited for
+KILLS, LEAST_S = 5.5, 45.0  # of a real job at one distance
+START_S = 15.0  # of a real job, about
 CLEAN_STEPS = 60  # before the first kill: the usual length of a step
 FAILURES, SEEDS = 200, 5  # of a simulated job; jobs
 SWEEP: Final = tuple(2.0**n for n in range(-3, 18))  # seconds between checkpoints
@@ -106,44 +112,63 @@ def hurt(root: int, steps: Path, between_s: float, seconds: float, limit_s: floa
         if after is not None and not any(at < other < after[0] for other in killed):
             away.append(max(0.0, after[0] - at - step_s))
             redone.append(max(0, before - after[1] + 1))
-    if killed and not away:  # (it never came back in the time that there was: it takes at least so long)
-        away, redone = [over - killed[-1]], [1]
     # Steps that a later kill takes back do not count; the newest step is what a run that ends now would keep.
     kept = found[-1][1] if found else first
     return Measured(max(0, min(last, kept) - first) * step_s / (over - begin), step_s, away, redone, 0.0)
 
 
-def ours(between_s: float, seconds: float) -> Measured:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        flags = ["run", "--mode", "pipeline", "--stages", "2", "--copy-every", "auto"]
-        script = ["--", str(SCRIPT), "--by", "everstep", "--steps", str(folder / "ours")]
-        job = Job(folder, flags, script, 3600.0)
+@contextlib.contextmanager
+def our_job(folder: Path) -> Iterator[tuple[Job, Path]]:
+    """Run a job that goes on from copies of its stages; its file of steps is beside it."""
+    steps = folder / "ours"
+    flags = ["run", "--mode", "pipeline", "--stages", "2", "--copy-every", "auto"]
+    job = Job(folder, flags, ["--", str(SCRIPT), "--by", "everstep", "--steps", str(steps)], 3600.0)
+    try:
+        yield job, steps
+    finally:
+        job.main.kill()
+
+
+@contextlib.contextmanager
+def their_job(folder: Path, save_every: int) -> Iterator[tuple[Child, Path, Path]]:
+    """Run a job that torchrun starts again from its newest checkpoint; beside it its steps, and what checkpoints
+    cost."""
+    steps, costs = folder / "theirs", folder / "costs"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--max-restarts", "100000", str(SCRIPT), "--save-every", str(save_every), "--costs", str(costs)]
+    command += ["--by", "torchrun", "--steps", str(steps)]  # (last: ``stages_of`` looks for it there)
+    with Child(command, log=folder / "torchrun.log") as torchrun:
         try:
-            found = hurt(job.main.pid, folder / "ours", between_s, seconds)
-            Child(everstep("stop", job.run_dir)).finish(60.0)
-            job.finish()
-            totals = [one.copies for one in read_spans(job.run_dir) if one.copies is not None and one.copies.copies]
+            yield torchrun, steps, costs
         finally:
-            job.main.kill()
+            kill_torchrun(torchrun)
+
+
+def ours(between_s: float, seconds: float) -> Measured:
+    with tempfile.TemporaryDirectory() as name, our_job(Path(name)) as (job, steps):
+        found = hurt(job.main.pid, steps, between_s, seconds)
+        Child(everstep("stop", job.run_dir)).finish(60.0)
+        job.finish()
+        totals = [one.copies for one in read_spans(job.run_dir) if one.copies is not None and one.copies.copies]
     cost_s = max(((one.begin_s + one.stall_s) / one.copies for one in totals), default=0.0)
     return found._replace(cost_s=cost_s)
 
 
 def theirs(between_s: float, seconds: float, save_every: int) -> Measured:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        steps, costs = folder / "theirs", folder / "costs"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        command += ["--max-restarts", "100000", str(SCRIPT), "--save-every", str(save_every), "--costs", str(costs)]
-        command += ["--by", "torchrun", "--steps", str(steps)]  # (last: ``stages_of`` looks for it there)
-        with Child(command, log=folder / "torchrun.log") as torchrun:
-            try:
-                found = hurt(torchrun.pid, steps, between_s, seconds)
-            finally:
-                kill_torchrun(torchrun)
+    with tempfile.TemporaryDirectory() as name, their_job(Path(name), save_every) as (torchrun, steps, costs):
+        found = hurt(torchrun.pid, steps, between_s, seconds)
         spent = [float(line) for line in costs.read_text().split()] if costs.exists() else []
     return found._replace(cost_s=median(spent) if spent else 0.0)
+
+
+def first_kills(count: int) -> dict[str, tuple[list[float], list[int]]]:
+    """Kill each side so many times, and wait for it each time: how long it was away, and the steps done again."""
+    out = {}
+    with tempfile.TemporaryDirectory() as name, our_job(Path(name)) as (job, steps):
+        out["everstep"] = kills(job.main.pid, steps, count, random.Random(2), lambda: not job.over)
+    with tempfile.TemporaryDirectory() as name, their_job(Path(name), SAVE_EVERY) as (torchrun, steps, _):
+        out["restart"] = kills(torchrun.pid, steps, count, random.Random(2), lambda: torchrun.process.poll() is None)
+    return out
 
 
 # ---------------------------------------------------------------- simulated
@@ -235,20 +260,28 @@ def picture(curves: dict[str, dict[float, float]]) -> str:
 def run(quick: bool, arguments: Sequence[str] = ()) -> Result:
     """Hurt real jobs at each distance, then simulate with what they showed."""
     parser = argparse.ArgumentParser(prog="bubble_goodput")
-    parser.add_argument("--real", default="5s,30s" if quick else ",".join(REAL), help="distances of real kills")
-    parser.add_argument("--seconds", type=float, default=40.0 if quick else 0.0, help="of each; 0: five kills, 60 s")
+    parser.add_argument("--minutes", type=float, default=1.8 if quick else 12.0)
+    parser.add_argument("--real", default="5s" if quick else ",".join(REAL), help="distances of real kills, at most")
+    parser.add_argument("--kills", type=int, default=1 if quick else FIRST_KILLS, help="of each side, at first")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(list(arguments))
-    real = {name: BETWEEN[name] for name in args.real.split(",")}
+    until = time.monotonic() + 60.0 * args.minutes
     result: Result = {"figures": {}, "aims": {}, "holds": {}, "spread": {}}
     figures, spreads = result["figures"], result["spread"]
-    found: dict[str, list[Measured]] = {"everstep": [], "restart": []}
     curves: dict[str, dict[float, float]] = {
         name: {} for name in ("real everstep", "real restart", "simulated everstep", "simulated restart")
     }
+    away = first_kills(args.kills)
+    found: dict[str, list[Measured]] = {"everstep": [], "restart": []}
     cost_s, step_s = 0.02, 0.03  # of a checkpoint, before one was measured
-    for name, between_s in real.items():
-        seconds = args.seconds or max(60.0, 5.5 * between_s)
+    real: list[str] = []
+    for name in args.real.split(","):
+        between_s = BETWEEN[name]
+        seconds = max(20.0 if quick else LEAST_S, KILLS * between_s)
+        if real and time.monotonic() + 2 * (seconds + START_S) > until:
+            say(f"a kill every {name} and less: not in the time that there is; simulated only")
+            break
+        real.append(name)
         mine = ours(between_s, seconds)
         every = max(1, round(young_interval(cost_s, between_s) / step_s))
         other = theirs(between_s, seconds, every)
@@ -256,16 +289,15 @@ def run(quick: bool, arguments: Sequence[str] = ()) -> Result:
         for side, one in (("everstep", mine), ("restart", other)):
             found[side].append(one)
             figures[f"real_{name}.{side}"] = curves[f"real {side}"][between_s] = one.goodput
+            figures[f"real_{name}.{side}_back"] = float(len(one.away_s))
             say(f"a kill every {name}: {side} {one.goodput:.3f}, away {one.away_s}, steps done again {one.redone}")
         figures[f"real_{name}.save_every"] = float(every)
     sides = {}
     for side, all_ in found.items():
-        away = [s for one in all_ for s in one.away_s]
-        if not away:
-            raise RuntimeError(f"no stage of {side} was killed: choose a larger --seconds, or a shorter distance")
-        redone = [max(1, n) for one in all_ for n in one.redone]
-        sides[side] = Side(median([o.step_s for o in all_]), median([o.cost_s for o in all_]), away, redone)
-        figures[f"{side}.away_s"], spreads[f"{side}.away_s"] = median(away), spread(away)
+        away_s = away[side][0] + [s for one in all_ for s in one.away_s]
+        redone = [max(1, n) for n in away[side][1] + [n for one in all_ for n in one.redone]]
+        sides[side] = Side(median([o.step_s for o in all_]), median([o.cost_s for o in all_]), away_s, redone)
+        figures[f"{side}.away_s"], spreads[f"{side}.away_s"] = median(away_s), spread(away_s)
         figures[f"{side}.cost_s"], figures[f"{side}.step_s"] = sides[side].cost_s, sides[side].step_s
     for name, between_s in BETWEEN.items():
         values = [with_copies(sides["everstep"], between_s, seed) for seed in range(SEEDS)]

@@ -32,3 +32,18 @@ def test_other_values_are_refused(mode: str, every: str, error: str) -> None:
     with pytest.raises(ConfigError) as refused:
         load_spec(None, {"mode": mode, "copy_every": every}, {})
     assert error in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        ({"processes_per_worker": 2}, "processes_per_worker = 2 (--processes-per-worker): not in mode pipeline"),
+        ({"logical_workers": 4}, "logical_workers = 4 (--logical-workers): not in mode pipeline"),
+        ({"ps": 2}, "ps = 2 (--ps): not in mode pipeline"),
+        ({"mode": "allreduce"}, "stages = 2 (--stages): needs mode: pipeline"),
+    ],
+)
+def test_what_does_not_go_with_stages_is_refused(flags: dict[str, object], error: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_spec(None, {"mode": "pipeline", "stages": 2, **flags}, {})
+    assert error in str(refused.value) and "\n" not in str(refused.value)

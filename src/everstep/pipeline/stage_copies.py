@@ -17,21 +17,18 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
-import torch
 
-from everstep.allreduce.serialize import encode_header
 from everstep.allreduce.state import ReplicaState
 from everstep.errors import PlatformError, ScriptError
-from everstep.model.group import Position
 from everstep.model.stage_spans import CopyTotals, WaitUse
-from everstep.native import SpanCopier
 from everstep.pipeline.copy_sender import CopySender
 from everstep.pipeline.copy_slots import BLOCK_BYTES, CopyMemory, CopyMeta, CopySlot
+from everstep.pipeline.device_copier import Copier, HostCopier, copier_for
 from everstep.pipeline.idle_board import IdleEntry
+from everstep.pipeline.state_layout import StateLayout
 from everstep.policies.copy_frequency import CopyCost, choose_interval, span_limits
 from everstep.policies.idle_spans import IdleSpan
 
-_SMALL_BYTES: Final = 4 << 10  # copied at once: not worth a piece
 _LENGTHS: Final = 20  # of each wait that are kept
 _LEAST: Final = 5  # before waits are chosen by them
 _COLD: Final = 4  # first copies: their memory is new
@@ -43,16 +40,12 @@ logger = logging.getLogger("everstep.worker")
 
 
 class _Captured(NamedTuple):
-    """Is a state that is to be copied: its tensors, or copies of them, where they belong, and the versions of those
-    that must not change meanwhile."""
+    """Is a state that is to be copied. ``header``: of the state, as it was then."""
 
     step: int
     meta: bytes
     header: bytes
-    size_bytes: int
-    pieces: list[torch.Tensor]
-    places: list[int]
-    versions: list[tuple[torch.Tensor, int]]
+    layout: StateLayout
 
 
 class StageCopies:
@@ -80,10 +73,11 @@ class StageCopies:
         self._page, self._slots = memory.page, memory.slots[stage]
         self._clock = clock
         self._every = every
-        self._copier = SpanCopier(BLOCK_BYTES)
+        self._copier: Copier = HostCopier()
         self._slot: CopySlot | None = None  # being written
         self._target: tuple[np.ndarray, np.ndarray] | None = None
         self._captured: _Captured | None = None
+        self._layout: StateLayout | None = None  # of the newest copy
         self._begin_s = self._began_at = self._opened_at = 0.0
         self._used = WaitUse()  # by all waits before this one
         self._opening = self._ended_late = 0  # number of the wait in this iteration; late blocks before it
@@ -188,21 +182,14 @@ class StageCopies:
         return free[0][0] if free else None
 
     def _capture(self, step: int, meta: CopyMeta | None) -> _Captured:
-        header, packer = self._state.described(Position(), 0)
-        changes = set(header.buffers) | set(header.gradients)
-        pieces: list[torch.Tensor] = []
-        versions = []
-        for number, tensor in enumerate(packer.tensors):
-            size = tensor.numel() * tensor.element_size()
-            if number in changes or size < _SMALL_BYTES or not tensor.is_contiguous():
-                tensor = tensor.contiguous().clone()
-            else:
-                versions.append((tensor, tensor._version))
-            pieces.append(tensor)
+        layout = self._layout
+        if layout is None or not layout.follows(self._state):
+            layout = self._layout = StateLayout(self._state)
+            if layout.device.type != "cpu" and isinstance(self._copier, HostCopier):
+                self._copier = copier_for(layout.device)
+        layout.capture()
         encoded = b"" if meta is None else msgspec.msgpack.encode(meta)
-        places = [entry.at for entry in packer.entries]
-        text = encode_header(header, "the training state")
-        return _Captured(step, encoded, text, packer.size_bytes, pieces, places, versions)
+        return _Captured(step, encoded, layout.text, layout)
 
     def _start(self) -> None:
         """Begin to write what was captured, where a slot is free."""
@@ -211,7 +198,8 @@ class StageCopies:
             return
         self._page.newest[self._stage] = self._page.common  # (a newer one that others do not have is written over)
         try:
-            body, sums = slot.begin(found.step, self._life, found.meta, found.header, found.size_bytes)
+            layout = found.layout
+            body, sums = slot.begin(found.step, self._life, found.meta, found.header, layout.size_bytes)
         except PlatformError as error:
             if self._page.held >= 0:  # (there is room for two, and one more is held for a checkpoint)
                 self._captured = None
@@ -219,24 +207,16 @@ class StageCopies:
                 return
             self._give_up(error)
             return
-        held = [(t, at) for t, at in zip(found.pieces, found.places, strict=True) if t.numel()]
-        self._copier.load(
-            np.array([t.data_ptr() for t, _ in held], np.uint64),
-            np.array([at for _, at in held], np.int64),
-            np.array([t.numel() * t.element_size() for t, _ in held], np.int64),
-            body,
-            sums,
-        )
+        self._copier.load(layout, body, sums)
         self._slot, self._target = slot, (body, sums)
         if self._sender is not None and self._page.send == found.step:
-            size = found.size_bytes
-            ready = partial(self._blocks_copied, size)
+            ready = partial(self._blocks_copied, layout.size_bytes)
             begun = self._sender.begin(found.step, found.meta, found.header, body, sums, ready)
             self._sent = slot if begun else None
 
     def _blocks_copied(self, size_bytes: int) -> int:
-        """Return how many blocks are surely copied: the newest one that is claimed may be in the making."""
-        return max(0, -(-(size_bytes - self._copier.left) // BLOCK_BYTES) - 1)
+        """Return how many blocks are surely copied: the newest ones that are claimed may be in the making."""
+        return max(0, -(-(size_bytes - self._copier.left) // BLOCK_BYTES) - self._copier.chunk_blocks)
 
     def wait_begins(self) -> None:
         """The process is about to wait for a neighbour."""
@@ -249,6 +229,8 @@ class StageCopies:
             if limit:
                 self._ended_late = self._copier.counts()[3]
                 self._copier.open(limit)
+        if self._captured is not None:
+            self._captured.layout.check(self._state)  # (``finish`` looks at what it says)
         if self._entry is not None:
             usual = self._usual_s
             self._entry.waits(time.monotonic(), usual[self._opening] if self._opening < len(usual) else 0.0)
@@ -287,7 +269,10 @@ class StageCopies:
             return
         begin = self._clock()
         self._copier.finish()
-        changed = any(tensor._version != version for tensor, version in found.versions)
+        follows = found.layout.check(self._state)
+        changed = not follows or found.layout.changed
+        if not follows:
+            self._layout = None
         sends = self._sender is not None and slot is self._sent
         if changed:
             self._discarded += 1
@@ -330,6 +315,7 @@ class StageCopies:
         """The group is another one: what was measured does not count."""
         self._lengths, self._limits, self._limits_at = [], (), 0
         self._usual_s = ()
+        self._layout = None
         self._costs.clear()
 
     @property
@@ -371,6 +357,7 @@ class StageCopies:
         if self._sender is not None:
             self._sender.close(forget and self._stage == 0)
         self._copier.drop()
+        self._layout = None
 
 
 __all__ = ["CopyTotals", "StageCopies"]
