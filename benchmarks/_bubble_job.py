@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed import pipelining
 
 import everstep as es
-from benchmarks._bubble_sides import OTHERS, SETTLE, Cycle
+from benchmarks._bubble_sides import DRAIN, OTHERS, SETTLE, Cycle
 from everstep.brain.events import CheckpointAsked, CheckpointBegun
 from everstep.cli.link import ask_master, ask_view
 from everstep.errors import EverstepError
@@ -170,6 +170,13 @@ class OtherWays:
             self._thread.join()
             self._thread = None
 
+    def close(self) -> None:
+        """End DLRover's own process: it holds what tells everstep that this one has ended."""
+        saver = None if self._flash is None else getattr(self._flash._engine, "saver_proc", None)
+        if saver is not None:
+            saver.kill()
+            saver.join()
+
     def settle(self) -> None:
         """Wait for what the last side left behind."""
         if self._saving is not None:
@@ -178,36 +185,28 @@ class OtherWays:
 
 
 class Durable:
-    """Has one checkpoint written after the other, by the job's own master, while it is ``on``; in the first stage."""
+    """Has one checkpoint written after the other, by the job's own master, while it is ``wanted``; in the first
+    stage. ``writing``: one is on its way."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
-        self._wanted = threading.Event()
-        self._idle = threading.Event()
+        self.wanted = threading.Event()
+        self.writing = False
         self.took_s: list[float] = []
         self.error = ""
-        self._idle.set()
         threading.Thread(target=self._run, daemon=True).start()
-
-    def on(self) -> None:
-        self._idle.clear()
-        self._wanted.set()
-
-    def off(self) -> None:
-        """Begin no other one; returns when the last one is complete."""
-        self._wanted.clear()
-        self._idle.wait(60.0)
 
     def _run(self) -> None:
         while True:
-            self._wanted.wait()
+            self.wanted.wait()
             try:
+                self.writing = True
                 self._take()
             except EverstepError as error:
                 self.error = str(error)
-                self._wanted.clear()
-            if not self._wanted.is_set():
-                self._idle.set()
+                time.sleep(0.5)
+            finally:
+                self.writing = False
 
     def _take(self) -> None:
         begun = ask_master(self._run_dir, CheckpointAsked(CheckpointReason.ASKED, True))
@@ -275,17 +274,18 @@ def main() -> None:
 
     def copy(side: str) -> None:
         """Have the next step copied in waits, or be as in a job without copies."""
-        now = copies if side in ("spans", "durable") else None
+        now = copies if side in ("spans", "durable", DRAIN) else None
         engine.copies = model.runner.recorder.copies = engine.unit.waits = now
 
     copy("none")
-    found: list[tuple[int, float, float]] = []
+    found: list[tuple[int, float, float, bool]] = []
     last_s = last_cpu_s = 0.0
     first = 0.0, 0.0, 0.0
     for samples in job.steps(job.loader({"text": text.numpy()}, batch_size=batch, epochs=1_000_000)):
         now_s, now_cpu_s = time.perf_counter(), time.process_time()
         if found or last_s:
-            found.append((job.step - 1, now_s - last_s, now_cpu_s - last_cpu_s))
+            writing = durable is not None and durable.writing
+            found.append((job.step - 1, now_s - last_s, now_cpu_s - last_cpu_s, writing))
         else:
             first = now_s, now_cpu_s, busy_s()
         if not job.process_index and not over.exists() and (job.step >= args.steps or time.time() > args.until):
@@ -296,10 +296,8 @@ def main() -> None:
         turn = cycle.turn(job.step)
         if turn.side == SETTLE:
             ways.settle()
-            if durable is not None:
-                durable.off()
-        elif turn.side == "durable" and durable is not None:
-            durable.on()
+        if durable is not None:
+            (durable.wanted.set if turn.side == "durable" else durable.wanted.clear)()
         last_s, last_cpu_s = time.perf_counter(), time.process_time()
         ways.begin(turn.side)
         opt.zero_grad()
@@ -312,7 +310,8 @@ def main() -> None:
         copy(cycle.turn(job.step + 1).side)
     took = [now - then for now, then in zip((now_s, now_cpu_s, busy_s()), first, strict=True)]
     if durable is not None:
-        durable.off()
+        durable.wanted.clear()
+    ways.close()
     copy("spans")  # (as the engine ends it)
     facts = {"steps": found, "batch": batch, "wall_s": took[0], "cpu_s": took[1], "busy_s": took[2]}
     facts["durable_s"] = durable.took_s if durable is not None else []

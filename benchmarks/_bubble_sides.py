@@ -10,7 +10,8 @@ from benchmarks._measure import median
 
 FEW: Final = ("none", "spans", "same")
 """A round, of one step each: without copies, with copies in waits, without copies again."""
-SETTLE: Final = "settle"
+SETTLE, DRAIN = "settle", "drain"
+"""Steps behind a block, not counted: without copies; with them, until the last checkpoint is written."""
 BLOCKS: Final = {"synchronous": 3, "thread": 3, "async_save": 3, "flash": 3, "durable": 8}
 """Steps of a block of each other side. The first one is not counted: what the side leaves behind in the step after it
 is there from the second one on."""
@@ -28,11 +29,12 @@ class Turn(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Is what a step took, in seconds; ``cpu_s``: of all stages."""
+    """Is what a step took, in seconds; ``cpu_s``: of all stages; ``writing``: a checkpoint was written meanwhile."""
 
     turn: Turn
     wall_s: float
     cpu_s: float
+    writing: bool = False
 
 
 class Cycle:
@@ -42,6 +44,7 @@ class Cycle:
         self._turns = [(side, True, number) for number in range(rounds) for side in FEW]
         for side in others:
             self._turns += [(side, number > 0, -1) for number in range(BLOCKS[side])]
+            self._turns += [(DRAIN, False, -1)] * (8 if side == "durable" else 0)
             self._turns += [(SETTLE, False, -1)] * 2
 
     def turn(self, step: int) -> Turn:
@@ -67,6 +70,8 @@ def ratios(steps: Sequence[Step], warm_up: int = 1) -> Ratios:
     blocks: dict[tuple[int, str], list[Step]] = {}
     for step in steps:
         turn = step.turn
+        if step.writing and turn.side != "durable":
+            continue
         if turn.round >= 0:
             rounds.setdefault((turn.cycle, turn.round), {})[turn.side] = step
         elif turn.counts:

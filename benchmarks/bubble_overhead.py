@@ -85,7 +85,7 @@ def add(result: Result, what: Pipeline, stages: list[dict[str, Any]], others: Se
     """Put what one job showed into the result."""
     figures, name, cycle = result["figures"], what.name, Cycle(others)
     columns = zip(*(stage["steps"] for stage in stages), strict=False)
-    steps = [Step(cycle.turn(of[0][0]), of[0][1], sum(one[2] for one in of)) for of in columns]
+    steps = [Step(cycle.turn(of[0][0]), of[0][1], sum(one[2] for one in of), of[0][3]) for of in columns]
     found = ratios(steps)
     rounds = len(found.none_s)
     if not rounds:

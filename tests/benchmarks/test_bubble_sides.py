@@ -54,6 +54,14 @@ def test_a_round_that_was_cut_off_counts_for_nothing() -> None:
     assert found.wall["spans"] == [1.0]  # (the first round is a warm-up, and the third one has two steps)
 
 
+def test_a_round_in_which_a_checkpoint_was_still_written_counts_for_nothing() -> None:
+    from benchmarks._bubble_sides import Cycle, Step, ratios
+
+    cycle = Cycle(("durable",), 3)
+    found = ratios([Step(cycle.turn(number), 1.0, 1.0, 6 <= number < 18) for number in range(27)])
+    assert len(found.wall["spans"]) == 1 and found.wall["durable"] == [1.0]
+
+
 @pytest.mark.parametrize(
     ("between", "word"),
     [
