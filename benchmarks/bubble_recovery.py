@@ -7,13 +7,15 @@ of a step, as the first stage writes it; ``redone``: steps that were done again.
 
 ``machine``: the agent of the worker's node is killed, and all that runs there with it; the next node goes on from the
 copies that an agent of another node keeps. All nodes are on this machine. ``away_s`` has the silence after which a node
-counts as lost (``silence_s``). ``--machines`` measures that alone.
+counts as lost (``silence_s``). ``--machines`` measures that alone, ``--stages`` killed stages alone. ``--minutes N``
+begins no further kill of torchrun's stages behind that (``torchrun.kills``).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import random
 import re
@@ -28,7 +30,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks._jobs import Job
-from benchmarks._measure import ROOT, Child, Result, everstep, median, say, spread
+from benchmarks._measure import ROOT, Child, Result, everstep, median, note_rounds, say, spread
 from everstep.model.member import Role
 
 SCRIPT = ROOT / "benchmarks" / "_bubble_script.py"
@@ -74,8 +76,10 @@ def kills(
     draws: random.Random,
     alive: Callable[[], bool],
     victims_of: Callable[[int], list[int]] = stages_of,
+    end_s: float = float("inf"),
 ) -> tuple[list[float], list[int]]:
-    """Kill ``count`` stages; return how long each kept the job away, and how many steps were done again."""
+    """Kill ``count`` stages; return how long each kept the job away, and how many steps were done again. ``end_s``: of
+    the monotonic clock: no further kill behind it, but for the first one."""
     away: list[float] = []
     redone: list[int] = []
 
@@ -87,6 +91,8 @@ def kills(
             time.sleep(0.01)
 
     for _ in range(count):
+        if away and time.monotonic() > end_s:
+            break
         before = len(read(steps))
         wanted = before + draws.randrange(15, 40)
         until(lambda wanted=wanted: len(read(steps)) >= wanted)  # type: ignore[misc]
@@ -158,13 +164,17 @@ def run(quick: bool, arguments: Sequence[str] = ()) -> Result:
     """Kill stages of a job of each kind, and machines."""
     parser = argparse.ArgumentParser(prog="bubble_recovery")
     parser.add_argument("--machines", action="store_true")
+    parser.add_argument("--stages", action="store_true")
+    parser.add_argument("--minutes", type=float, default=math.inf)
     args = parser.parse_args(list(arguments))
+    end_s = time.monotonic() + 60.0 * args.minutes
     count = 3 if quick else 20
     result: Result = {"figures": {}, "aims": {}, "holds": {}, "spread": {}}
     figures = result["figures"]
-    with tempfile.TemporaryDirectory() as name:
-        add(result, "machine", lost_machines(Path(name), 2 if quick else count))
-    figures["machine.silence_s"] = SILENCE_S
+    if not args.stages:
+        with tempfile.TemporaryDirectory() as name:
+            add(result, "machine", lost_machines(Path(name), 2 if quick else count))
+        figures["machine.silence_s"] = SILENCE_S
     if args.machines:
         return result
     with tempfile.TemporaryDirectory() as name:
@@ -190,11 +200,14 @@ def run(quick: bool, arguments: Sequence[str] = ()) -> Result:
                     1 if quick else count,
                     random.Random(1),
                     lambda: torchrun.process.poll() is None,
+                    end_s=end_s,
                 )
             finally:
                 kill_torchrun(torchrun)
     add(result, "everstep", ours)
     add(result, "torchrun", theirs)
+    note_rounds(len(ours[0]))
+    figures["everstep.kills"], figures["torchrun.kills"] = float(len(ours[0])), float(len(theirs[0]))
     aims = {
         "everstep.away_s": (f"<= {MEDIAN_S:g}", figures["everstep.away_s"] <= MEDIAN_S),
         "everstep.away_most_s": (f"<= {MOST_S:g}", figures["everstep.away_most_s"] <= MOST_S),
