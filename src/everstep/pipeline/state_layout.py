@@ -26,7 +26,7 @@ _KINDS: Final = (torch.Tensor, nn.Parameter, nn.Buffer)
 _WHAT: Final = "the training state"
 
 
-class _Look(NamedTuple):
+class _StateContents(NamedTuple):
     """Is what a state consists of. ``same``: objects that have to be the same ones; ``equal``: facts that have to be
     equal. ``tensors``: of models and optimizers."""
 
@@ -34,7 +34,7 @@ class _Look(NamedTuple):
     equal: list[Any]
     tensors: list[torch.Tensor]
 
-    def fits(self, other: _Look | None) -> bool:
+    def fits(self, other: _StateContents | None) -> bool:
         return (
             other is not None
             and len(self.same) == len(other.same)
@@ -47,7 +47,7 @@ def _is(a: object, b: object) -> bool:
     return a is b
 
 
-def _look(state: ReplicaState) -> _Look | None:
+def _contents(state: ReplicaState) -> _StateContents | None:
     """Return what ``state`` consists of; None: something that cannot be compared fast, so it is described each time."""
     if state.carried or state.rows is not None:
         return None
@@ -85,7 +85,7 @@ def _look(state: ReplicaState) -> _Look | None:
         if type(tensor) not in _KINDS:
             return None
         equal.append((tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad))
-    return _Look(same, equal, tensors)
+    return _StateContents(same, equal, tensors)
 
 
 def _groups(state: ReplicaState) -> list[Any] | None:
@@ -144,8 +144,8 @@ class StateLayout:
         self.places: NDArray[np.int64] = np.array([at for _, at in held], np.int64)
         self.sizes: NDArray[np.int64] = np.array([t.numel() * t.element_size() for t, _ in held], np.int64)
         self._names = {id(p): name for name, p in state.parameters()}
-        self._look, self._groups, self._tracked = _look(state), _groups(state), _tracked(state)
-        self._tensors = [] if self._look is None else self._look.tensors
+        self._contents, self._groups, self._tracked = _contents(state), _groups(state), _tracked(state)
+        self._tensors = [] if self._contents is None else self._contents.tensors
         self._at = list(map(torch.Tensor.data_ptr, self._tensors))
         self._counts = _counts(state)
         self._versions: list[int] = []
@@ -157,7 +157,7 @@ class StateLayout:
     def follows(self, state: ReplicaState) -> bool:
         """Return whether this is still how ``state`` is laid out, as far as that is told at once: ``check`` tells the
         rest. A header whose values have changed is made anew. Raises ScriptError."""
-        if self._look is None or self._groups is None or self._tracked is None or state.carried:
+        if self._contents is None or self._groups is None or self._tracked is None or state.carried:
             return False
         if self._counts != _counts(state) or self._at != list(map(torch.Tensor.data_ptr, self._tensors)):
             return False
@@ -184,7 +184,7 @@ class StateLayout:
     def check(self, state: ReplicaState) -> bool:
         """Return whether this is how ``state`` is laid out; once for each copy. It takes a while: for a wait."""
         if not self._checked:
-            self._checked = self._look is not None and self._look.fits(_look(state))
+            self._checked = self._contents is not None and self._contents.fits(_contents(state))
         return self._checked
 
     @property
