@@ -49,6 +49,16 @@ def test_parity_and_bounds_are_kept(script: Path) -> None:
     assert "max_ps" not in found and found["max_workers"] == os.cpu_count()
 
 
+def test_a_number_that_was_given_stays_unless_it_has_a_bound(script: Path) -> None:
+    assert "sizes" not in with_sizes(flags(script))[0]
+    assert with_sizes({"workers": "auto", "ps": 2})[0]["sizes"] == "workers"
+    assert with_sizes({"workers": 2, "ps": "auto"})[0]["sizes"] == "ps"
+    assert "sizes" not in with_sizes({"workers": "auto", "ps": 2, "max_ps": 4})[0]
+    assert with_sizes({"workers": "auto", "ps": 2, "max_ps": 4, "sizes": "workers"})[0]["sizes"] == "workers"
+    assert "sizes" not in with_sizes({"workers": "auto", "mode": "allreduce", "script": str(script)})[0]
+    assert load_spec(None, with_sizes(flags(script, workers=2))[0], {})[0].sizes == "ps"
+
+
 def test_nothing_is_auto(script: Path) -> None:
     plain = {"script": str(script), "workers": 2}
     assert with_sizes(plain) == (plain, "")
@@ -103,6 +113,12 @@ def test_a_history_that_cannot_be_used_is_said(script: Path, tmp_path: Path, mon
     [
         ({"min_workers": 5, "max_workers": 4}, "--min-workers 5 and --max-workers 4: exclude each other"),
         ({"max_ps": 1, "parity": "2+1"}, "--max-ps 1: parity 2+1 needs at least 3 ps"),
+        (
+            {"max_workers": 1, "max_ps": 1},
+            "--workers auto: --max-workers 1 leaves nothing to choose; give a larger one",
+        ),
+        ({"ps": 0, "mode": "allreduce", "min_workers": 3, "max_workers": 3}, "--workers auto: --max-workers 3 leaves"),
+        ({"workers": 2, "max_ps": 2, "parity": "1+1"}, "--ps auto: --max-ps 2 leaves nothing to choose"),
         ({"mode": "pipeline"}, "--ps auto in mode pipeline: a model in stages has no ps"),
     ],
 )

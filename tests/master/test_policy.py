@@ -182,6 +182,46 @@ def test_it_is_looked_as_soon_as_all_have_readings_and_then_once_a_window_at_new
     assert until(118.0) == [117.5]
 
 
+def test_auto_looks_as_soon_as_a_whole_window_lies_behind_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[float] = []
+
+    def policy(seen: Observations, state: Any) -> Any:
+        looks.append(seen.at)
+        return None, state
+
+    shell = Shell(policy, monkeypatch)
+    since, rest, pending = [0.0], [0.0], [0]
+
+    def observe(at: float, span_s: float) -> Observations:
+        seen = seen_workers(0.01, 0.03)
+        workers = (msgspec.structs.replace(seen.workers[0], since=since[0]), *seen.workers[1:])
+        return msgspec.structs.replace(seen, at=at, workers=workers, rest_since=rest[0], pending=pending[0])
+
+    monkeypatch.setattr(shell.controller, "_observe", observe)
+
+    def until(end: float) -> list[float]:
+        looks.clear()
+        while shell.at < end:
+            shell.at += 0.5
+            wait = time.monotonic() + 60
+            shell.controller.tick(shell.at)
+            while shell.controller._call.at_work and time.monotonic() < wait:
+                shell.controller.tick(shell.at)
+                time.sleep(0.001)
+        return list(looks)
+
+    assert until(30.0) == [10.5, 20.5]
+    since[0] = 23.0
+    assert until(42.0) == [30.5, 40.5], "policies that must not see a reading twice"
+    monkeypatch.setattr(shell.controller, "_eager", True)
+    since[0] = 43.0
+    assert until(64.0) == [50.5, 53.5, 63.5], "the window from 43 is whole"
+    since[0], rest[0] = 65.0, 67.0
+    assert until(80.0) == [73.5, 77.5], "partitions were on their way until 67"
+    since[0], pending[0] = 78.0, 1
+    assert until(88.0) == [87.5], "somebody is on the way"
+
+
 def raises(seen: Observations, state: Any) -> Any:
     raise RuntimeError("no idea\nat all")
 

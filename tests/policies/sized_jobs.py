@@ -12,6 +12,7 @@ from everstep.model.plan import Plan, Scale
 from everstep.policies.auto import AutoSettings, AutoState, auto
 
 WINDOW_S = 10.0
+STARTS_S = 3.0
 ONE, NODE = Incarnation(1), NodeId("n")
 
 
@@ -45,16 +46,23 @@ class Demands(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """Is what became of a job: sizes by window, the windows that were settled, the plans, and the truth at the end."""
+    """Is what became of a job: sizes and true rates by look, the plans, the truth and the policy's state at the end,
+    and each change: when it had taken effect, and the true rate then."""
 
     sizes: list[tuple[int, int]]
     rates: list[float]
     plans: list[Plan]
     demands: Demands
+    state: AutoState
+    changed: list[tuple[float, float]]
 
     @property
     def changes(self) -> int:
-        return sum(bool(plan.actions) for plan in self.plans)
+        return len(self.changed) - 1
+
+    def reached(self, rate: float, since: float = 100.0) -> float:
+        """Return the seconds from ``since`` until a size of this rate had been reached."""
+        return min((max(0.0, at - since) for at, found in self.changed if found >= rate), default=float("inf"))
 
 
 def look(
@@ -94,28 +102,41 @@ def train(
     optimize: str = "time",
     windows: int = 60,
     settings: AutoSettings = AutoSettings(),
-    start: tuple[int, int] | None = None,
+    drops: Callable[[Plan, int], bool] = lambda plan, n: False,
+    **more: object,
 ) -> Trained:
-    """Let the policy look at a job for so many windows; a change takes effect within one window."""
+    """Let the policy look at a job for so many windows, as the master does: once a window, and as soon as a whole one
+    lies behind a change, which takes ``STARTS_S``. It begins at 100 s. ``drops(plan, n)``: the brain does not follow
+    the n-th plan."""
     rng = random.Random(seed)
     state: AutoState | None = None
     sizes, rates, plans, since = [], [], [], 0.0
-    at = 100.0
-    for _ in range(windows):
-        at += WINDOW_S
+    began = at = 100.0
+    changed, fastest = [at], [demands(at).rate(*size)]
+    while at < began + windows * WINDOW_S:
+        looked, at = at, at + WINDOW_S
+        if looked < since + WINDOW_S < at:
+            at = since + WINDOW_S
+        middle = [demands(at - WINDOW_S * share) for share in (0.9, 0.7, 0.5, 0.3, 0.1)]
         now = demands(at)
-        seen = look(at, size, now, bounds, rng.gauss(1.0, noise), since, optimize)
+        factor = sum(each.rate(*size) for each in middle) / len(middle) / now.rate(*size)
+        seen = look(at, size, now, bounds, factor * rng.gauss(1.0, noise), since, optimize, **more)
         sizes.append(size)
         rates.append(now.rate(*size))
         plan, state = auto(seen, state, settings)
         if plan is None:
             continue
         plans.append(plan)
+        if drops(plan, len(plans)):
+            continue
         for action in plan.actions:
             assert isinstance(action, Scale)
             size = (action.workers, action.ps or size[1])
-            since = at + 3.0
-    return Trained(sizes, rates, plans, demands(at))
+            since = at + STARTS_S
+            changed.append(since)
+            fastest.append(now.rate(*size))
+    assert state is not None
+    return Trained(sizes, rates, plans, demands(at), state, list(zip(changed, fastest, strict=True)))
 
 
 def best(demands: Demands, bounds: tuple[int, int]) -> float:

@@ -55,7 +55,7 @@ def test_a_bound_of_memory_keeps_sizes_out() -> None:
     assert (3, 2) in candidates(seen, (2, 1), 4) and (3, 3) not in candidates(seen, (2, 1), 4)
     assert max(candidates(seen, (2, 1), 4)) == (3, 2)
     full = msgspec.structs.replace(seen, max_memory_bytes=mib)
-    plan, _ = auto(full, AutoState(size=(2, 1), windows=3, at=90.0))
+    plan, _ = auto(full, AutoState(size=(2, 1), at=90.0))
     assert plan is None or not plan.actions, "it stays, if nothing fits"
 
 
@@ -66,6 +66,48 @@ def test_a_job_that_changes_midway_is_sized_anew(turned: bool) -> None:
     done = train(lambda at: before if at < 400 else after, (8, 8), noise=0.02, windows=80)
     assert done.rates[-1] >= 0.95 * best(after, (8, 8)), path(done)
     assert done.changes <= 6
+
+
+EMULATED = {"workers": Demands(6e-3, 0.0, 5e-5), "ps": Demands(3e-3, 0.0, 2.5e-3), "data": Demands(6e-3, 1.5e-3, 5e-5)}
+"""Jobs of benchmark autoscale."""
+
+
+@pytest.mark.parametrize("name", EMULATED)
+def test_it_is_there_within_a_minute(name: str) -> None:
+    demands = EMULATED[name]
+    done = train(lambda at: demands, (8, 4), noise=0.03, windows=12)
+    assert done.reached(0.95 * best(demands, (8, 4))) <= 60.0, done.changed
+    assert done.changes <= 3
+
+
+@pytest.mark.parametrize("shifts_at", [200.0, 206.0])
+def test_a_job_that_changes_in_the_middle_of_a_window_is_sized_by_what_it_is_now(shifts_at: float) -> None:
+    """The window of the change is of both. The rate changes by a tenth only, but workers wait for the ps now."""
+    before, after = EMULATED["workers"], EMULATED["ps"]
+    done = train(lambda at: before if at < shifts_at else after, (8, 4), noise=0.03, windows=20)
+    found = best(after, (8, 4))
+    assert done.rates[-1] >= 0.95 * found, path(done)
+    assert min(at for at, rate in done.changed if at > shifts_at and rate >= 0.95 * found) <= shifts_at + 60.0
+
+
+@pytest.mark.parametrize(("sizes", "ends"), [("workers", (8, 1)), ("ps", (1, 4))])
+def test_a_number_that_was_asked_for_stays(sizes: str, ends: tuple[int, int]) -> None:
+    demands = Demands(4e-3, 0.0, 4e-3, 1.0)
+    sought = train(lambda at: demands, (8, 4), noise=0.0, windows=20, sizes=sizes)
+    other = 1 if sizes == "workers" else 0
+    assert {size[other] for size in sought.sizes} == {1} and sought.changes >= 1
+    assert sought.rates[-1] >= 0.9 * demands.rate(*ends)
+    fewer = train(lambda at: demands, (8, 4), (4, 4), optimize="cost", noise=0.0, windows=20, sizes=sizes)
+    assert {size[other] for size in fewer.sizes} == {4}
+
+
+def test_a_plan_that_the_brain_drops_is_no_change_and_is_asked_for_again_later_and_later() -> None:
+    demands, bounds = REGIMES["workers"]
+    done = train(lambda at: demands, bounds, noise=0.0, windows=40, drops=lambda plan, n: n <= 3)
+    assert done.rates[-1] >= 0.95 * best(demands, bounds) and done.state.changes == done.changes <= 6
+    assert [plan.decision.inputs["changes_left"] for plan in done.plans[:4]] == [5, 5, 5, 5]
+    never = train(lambda at: demands, bounds, noise=0.0, windows=60, drops=lambda plan, n: True)
+    assert never.state.changes == 0 and 3 <= len(never.plans) <= 6, "it waits twice as long each time"
 
 
 @settings(max_examples=10, deadline=None, derandomize=True)
@@ -141,6 +183,24 @@ def test_it_acts_on_whole_windows_only() -> None:
     assert not asked(*looks(1, since=95.0), *looks(1, since=95.0))[0], "it came up in this window"
 
 
+def test_a_window_with_a_move_or_a_worker_that_only_prepares_does_not_count() -> None:
+    assert not asked(*looks(2, rest_since=105.0))[0], "partitions were on their way in it"
+    assert asked(*looks(2, rest_since=100.0))[0]
+    seen = looks(2)
+    late = [
+        msgspec.structs.replace(
+            each, workers=tuple(msgspec.structs.replace(w, short=_share_of(w.short, 0.5)) for w in each.workers)
+        )
+        for each in seen
+    ]
+    assert not asked(*late)[0], "it trained for half of the window"
+
+
+def _share_of(pace: Pace, share: float) -> Pace:
+    phases = {name: share * seconds for name, seconds in pace.phases.items()}
+    return msgspec.structs.replace(pace, samples=round(share * pace.samples), phases=phases)
+
+
 def broken(**wrong: object) -> Observations:
     seen = looks(1)[0]
     pace = msgspec.structs.replace(seen.workers[0].short, **wrong)
@@ -184,6 +244,31 @@ def test_a_model_that_fits_nothing_says_so_and_does_nothing() -> None:
             plans += [plan] if plan is not None else []
     assert "no model of speed fits this job" in plans[-1].decision.reason and not plans[-1].actions
     assert sum("no model" in plan.decision.reason for plan in plans) == 1, "said once"
+
+
+def test_a_reading_that_no_model_fits_is_forgotten_after_a_minute_once() -> None:
+    """The first window was of a machine that was busy with something else: twice the size is five times as fast."""
+    state, plans, at = AutoState(), [], 100.0
+    for size, factor, windows in (((1, 1), 0.2, 2), ((2, 2), 1.0, 9)):
+        for _ in range(windows):
+            at += WINDOW_S
+            plan, state = auto(look(at, size, DEMANDS, BOUNDS, factor), state)
+            plans += [plan] if plan is not None else []
+    words = [plan.decision.reason for plan in plans]
+    assert "no model of speed fits this job: the best misses" in words[1]
+    assert "other sizes than 2 workers and 2 ps is forgotten" in words[2] and plans[3].actions
+    assert state.anew and set(state.windows_of) == {(2, 2)}
+
+
+def test_what_a_young_process_did_before_its_loop_is_no_reading() -> None:
+    for since, counts in ((85.0, False), (0.0, True)):
+        found = []
+        for seen in looks(2, since=since):
+            slower = {name: 0.5 * seconds for name, seconds in seen.workers[0].short.phases.items()}
+            pace = msgspec.structs.replace(seen.workers[0].short, phases={**slower, "outside": 0.5 * WINDOW_S})
+            worker = msgspec.structs.replace(seen.workers[0], short=pace)
+            found.append(msgspec.structs.replace(seen, workers=(worker,)))
+        assert bool(asked(*found)[0]) is counts
 
 
 def test_a_model_needs_a_rate() -> None:

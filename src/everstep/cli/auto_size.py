@@ -39,8 +39,10 @@ def with_sizes(flags: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
         found["max_ps"] = max(MAX_PS, width, _number(flags, "ps"))
     if has_ps and found["max_ps"] < width:
         raise ConfigError(f"--max-ps {found['max_ps']}: parity {flags['parity']} needs at least {width} ps")
+    if has_ps and len(asked) == 1 and not flags.get("max_ps" if asked == ["workers"] else "max_workers"):
+        found.setdefault("sizes", asked[0])  # (the number of the other role was asked for)
     begin = {"workers": max(1, _number(flags, "min_workers")), "ps": max(width, _number(flags, "min_ps"))}
-    source = "no earlier job says more"
+    least, source = dict(begin), "no earlier job says more"
     if script is not None and (guessed := _from_history(script, found, mode, asked)):
         begin |= {role: max(begin[role], min(guessed[0][role], found[f"max_{role}"])) for role in asked}
         source = guessed[1]
@@ -48,6 +50,8 @@ def with_sizes(flags: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
         if begin[role] > found[f"max_{role}"]:
             raise ConfigError(f"--min-{role} {begin[role]} and --max-{role} {found[f'max_{role}']}: exclude each other")
         found[role] = begin[role]
+    if all(least[role] == found[f"max_{role}"] for role in asked):
+        raise ConfigError(_nothing_to_choose(asked[0], found[f"max_{asked[0]}"], bool(flags.get(f"max_{asked[0]}"))))
     policies = str(found.get("policy") or AUTO)
     if AUTO not in policies.split("+"):
         policies = AUTO if policies == "none" else f"{AUTO}+{policies}"
@@ -55,6 +59,12 @@ def with_sizes(flags: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     sizes = " and ".join(f"{found[role]} {role}" for role in asked)
     bounds = ", ".join(f"--max-{role} {found[f'max_{role}']}" for role in asked)
     return found, f"auto: begins with {sizes} ({source}); {bounds}"
+
+
+def _nothing_to_choose(role: str, most: int, given: bool) -> str:
+    if given:
+        return f"--{role} auto: --max-{role} {most} leaves nothing to choose; give a larger one, or --{role} {most}"
+    return f"--{role} auto: this machine leaves nothing to choose; give --max-{role}, or --{role} {most}"
 
 
 def _number(flags: Mapping[str, Any], name: str) -> int:

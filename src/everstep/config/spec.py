@@ -113,6 +113,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     on_full: Literal["error", "evict"] = "error"  # at that limit: refuse the push, or free rows not used for longest
     policy: str = "none"  # none, shared, exclusive, backup, auto, memory, one's own (module:callable); several with +
     optimize: Literal["time", "waste", "cost"] = "time"  # what policy auto chooses sizes for
+    sizes: Literal["both", "workers", "ps"] = "both"  # which numbers policy auto changes
     max_memory: str = ""  # policy auto: "16GB": of all workers and ps together; empty: any
     resume_from: str = ""  # directory or URL of checkpoints this job began from
     trust_checkpoint: bool = False  # everstep resume: also one that was not written with the job's key

@@ -70,7 +70,7 @@ class Observer:
         short_s = float(os.environ.get(WINDOW_VARIABLE, SHORT_S))
         self.windows = Windows(short_s, SUBWINDOWS)
         self.hardware: dict[NodeId, str] = {}
-        self._line_at = 0.0
+        self._line_at = self._rest_since = 0.0
         self._file = RotatedFile(run_dir / HISTORY_FILE, HISTORY_BYTES)
 
     def __repr__(self) -> str:
@@ -93,7 +93,9 @@ class Observer:
         return Decision("readings dropped", f"{why}; they count for nothing until they are right", {"why": why})
 
     def tick(self, at: float) -> None:
-        """Call now and then; a line for every member in the history, once in a short window."""
+        """Call once a second or so; a line for every member in the history, once in a short window."""
+        if self._brain.placement is not None and not self._brain.partitions.at_rest():
+            self._rest_since = at
         if at < self._line_at:
             return
         self._line_at = at + self.windows.short_s
@@ -168,6 +170,8 @@ class Observer:
             optimize=spec.optimize,
             worker_size=brain.concerns.sizes.of(Role.WORKER),
             ps_size=brain.concerns.sizes.of(Role.PS),
+            sizes=spec.sizes,
+            rest_since=self._rest_since,
             samples_done=self._readings.samples_done(brain, self._watch),
             max_memory_bytes=size_bytes(spec.max_memory) if spec.max_memory else 0,
         )

@@ -43,6 +43,9 @@ PEEK = 0.1
 PATIENCE = 2.0
 """Windows that a look waits for new readings."""
 
+EAGER = frozenset(("auto", "memory"))
+"""Policies that also look as soon as a whole window lies behind the last change: readings may be in two looks then."""
+
 Made = tuple[Plan | None, Any, str]
 """A plan that can be followed, the policy's new state, and what is wrong with the plan; "": nothing."""
 
@@ -65,6 +68,7 @@ class PolicyController:
         self._brain, self._spec, self._tell = brain, spec, tell
         self._observe, self._window_s = observe, window_s
         self._call: UserCall[Made] = UserCall("everstep-policy", limit_s, made)
+        self._eager = EAGER.issuperset(spec.policy.split("+"))
         self._look_at = self._peek_at = 0.0
         self._looked_at = float("-inf")
         self._known: frozenset[tuple[Slot, Incarnation]] = frozenset()  # workers of which there were readings
@@ -97,8 +101,11 @@ class PolicyController:
     def _due(self, at: float) -> Observations | None:
         """Return what the policy is shown now; None: nothing yet."""
         self._peek_at = at + PEEK * self._window_s
-        if at < self._look_at and self._known:
+        early = at < self._look_at and bool(self._known)
+        if early and not self._eager:
             self._peek_at = self._look_at
+            return None
+        if early and not self._settled(at):
             return None
         since_s = at - self._looked_at  # (a clock that went back: anything)
         seen = complete(self._observe(at, max(self._window_s, since_s)), self._brain, self._window_s)
@@ -113,7 +120,13 @@ class PolicyController:
             return seen
         new = not seen.global_batch or all(w.short.per_sample_s > 0 for w in seen.workers)
         new = new or any(self._news(w) for w in seen.workers)
-        return seen if at >= self._look_at + (0.0 if new else PATIENCE * self._window_s) else None
+        return seen if early or at >= self._look_at + (0.0 if new else PATIENCE * self._window_s) else None
+
+    def _settled(self, at: float) -> bool:
+        """Return whether a whole window lies behind the last change, part of which was in the last look's."""
+        seen = self._observe(at, self._window_s)
+        newest = max([seen.rest_since, *(w.since for w in seen.workers), *(s.since for s in seen.servers)])
+        return not seen.pending and self._looked_at < newest + self._window_s <= at
 
     def _news(self, seen: WorkerSeen) -> bool:
         """Return whether the step that it computes takes clearly longer than was known at the last look."""

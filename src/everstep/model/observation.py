@@ -136,6 +136,8 @@ class Observations(msgspec.Struct, frozen=True, kw_only=True):
     min_ps: int = 1
     max_ps: int = 0
     optimize: str = "time"  # what sizes are chosen for: time, waste, cost
+    sizes: str = "both"  # which numbers may be changed: both, workers, ps
+    rest_since: float = 0.0  # since when no partition is on its way; 0.0: there are none, or nobody looked
     max_memory_bytes: int = 0  # of all workers and ps together; 0: any
     worker_size: ProcessSize = ProcessSize()  # that workers get which start from now on (``plan.Resize``)
     ps_size: ProcessSize = ProcessSize()

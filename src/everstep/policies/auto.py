@@ -2,8 +2,8 @@
 
 At each look with good readings the policy adds the rate at the present size to the model (``policies.speed_model``). It
 asks for another size only if the model says, with its uncertainty, that this pays. Each change is then judged by the
-readings after it, like all others. A job gets at most ``AutoSettings.changes`` changes. The last one only goes to a
-size that was measured, or that is as good as certain to be better.
+readings after it, like all others. A job gets at most ``AutoSettings.changes`` changes; a plan that was not followed is
+none. The last one only goes to a size that was measured, or that is as good as certain to be better.
 
 What policy ``memory`` asks for comes first, is not counted, and bounds the number of ps from below.
 """
@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from everstep.model.decision import Decision
-from everstep.model.observation import Observations
+from everstep.model.observation import Observations, WorkerSeen
 from everstep.model.plan import Plan, Scale
 from everstep.policies.memory_growth import GrowthState, memory_growth
 from everstep.policies.speed_model import SizeSeen, SpeedModel
@@ -31,6 +31,9 @@ WEIGHTS: Final = {"time": 0.0, "waste": 0.5, "cost": 1.0}
 _KEPT: Final = 8  # windows of a size that count, the newest
 _TRIED: Final = 12  # numbers of a role that are compared at a look
 _OWN: Final = ("forward", "backward", "update")
+_TRAINED: Final = 0.7  # of a window, of which a worker's clock must tell
+_YOUNG: Final = 6  # windows, for which a process is young
+_WAITS: Final = 6  # doublings, at most, of the wait after a plan that was not followed
 
 
 class AutoSettings(msgspec.Struct, frozen=True):
@@ -41,17 +44,23 @@ class AutoSettings(msgspec.Struct, frozen=True):
     near: float = 0.03  # sizes this close to the best count as equal, and the smallest is taken
     chance: float = 0.5  # with which a larger size must bring anything at all
     sure: float = 0.9  # with which a smaller size must lose nothing worth a word
-    shift: float = 0.2  # by which two windows in a row must differ from those before: then all before is forgotten
+    shift: float = 0.2  # of rate or of waiting, by which two windows in a row must differ: then the job is another
+    patience: int = 6  # windows without a model that fits, after which other sizes are forgotten, once
     lie: float = 3.0  # times that workers' rates may differ from the samples that are done
 
 
 class AutoState(msgspec.Struct):
-    """Holds what the policy knows of the job. ``size``: of the last look; ``windows``: whole ones at this size."""
+    """Holds what the policy knows of the job. ``size``: of the last look. ``asked``: the size that the last look asked
+    for; ``refused``: plans in a row that were not followed; ``wait_until``: none before, for that reason."""
 
     windows_of: dict[Size, list[WindowRead]] = {}
     size: Size = (0, 0)
-    windows: int = 0
     changes: int = 0
+    asked: Size | None = None
+    refused: int = 0
+    wait_until: float = 0.0
+    misfits: int = 0  # windows in a row at this size, in which no model fitted
+    anew: bool = False  # readings of other sizes were forgotten, since no model fitted
     odd: int = 0  # windows in a row that differ from those before
     last_words: str = ""  # the last thing that was said without a change
     at: float = 0.0  # of the last look
@@ -78,22 +87,20 @@ def auto(
 ) -> tuple[Plan | None, AutoState]:
     """Ask for another size if that pays, or if a ps would be full with this one."""
     state = msgspec.structs.replace(state, windows_of=dict(state.windows_of)) if state is not None else AutoState()
+    size = (seen.wanted_workers, seen.wanted_ps)
+    _followed(state, size, seen)
     fuller, state.growth = memory_growth(seen, state.growth)
     if fuller is not None:
         return fuller, state
     seen = msgspec.structs.replace(seen, min_ps=max(seen.min_ps, state.growth.least_ps))
-    size = (seen.wanted_workers, seen.wanted_ps)
     since_s, done = seen.at - state.at, state.remaining - seen.remaining_samples
     known = state.at > 0 and state.remaining > 0 and seen.remaining_samples > 0 and since_s > 0
+    first, span_s = state.at == 0, max(seen.window_s, since_s)
     state.at, state.remaining = seen.at, seen.remaining_samples
     if size != state.size:
-        state.size, state.windows, state.odd = size, 0, 0
+        state.size, state.odd, state.misfits = size, 0, 0
     read = read_window(seen)
-    if read is None or not is_steady(seen):
-        state.windows = 0
-        return None, state
-    state.windows += 1
-    if state.windows < 2:  # (the first one has the change in it)
+    if first or read is None or not is_steady(seen, span_s):  # (nothing denies the readings of a first look)
         return None, state
     if known and done > 0 and not 1 / settings.lie <= read.rate * since_s / done <= settings.lie:
         words = (
@@ -102,10 +109,27 @@ def auto(
         return _say(state, "readings", words, {"told": read.rate, "done": done / since_s})
     _keep(state, size, read, settings)
     model = SpeedModel({at: size_seen(windows) for at, windows in state.windows_of.items()})
+    state.misfits = 0 if model.fits else state.misfits + 1
+    if state.misfits >= settings.patience and not state.anew:
+        state.anew, state.misfits, state.windows_of = True, 0, {size: state.windows_of[size]}
+        words = f"no model of speed fits this job: what was measured at other sizes than {words_of(size)} is forgotten"
+        return _say(state, "anew", words, {"misfit": model.misfit, "sizes": len(model.seen)})
     if not model.fits:
         words = f"no model of speed fits this job: the best misses by {100 * model.misfit:.0f} %; its size stays"
         return _say(state, "misfit", words, {"misfit": model.misfit, "sizes": len(model.seen)})
     return _decide(seen, state, model, settings)
+
+
+def _followed(state: AutoState, size: Size, seen: Observations) -> None:
+    """Take in whether the last plan was followed: the brain drops one that has become impossible."""
+    if state.asked is None:
+        return
+    if state.asked == size:
+        state.changes, state.refused = state.changes + 1, 0
+    else:
+        state.refused += 1
+        state.wait_until = seen.at + seen.window_s * 2 ** min(state.refused, _WAITS)
+    state.asked = None
 
 
 # ---------------------------------------------------------------- readings
@@ -131,22 +155,34 @@ def read_window(seen: Observations) -> WindowRead | None:
     return WindowRead(sum(rates), data_s / all_s, ps_s / all_s, own_s / samples)
 
 
-def is_steady(seen: Observations) -> bool:
-    """Return whether all who are wanted were up during the whole window, and nobody is on the way."""
+def is_steady(seen: Observations, span_s: float) -> bool:
+    """Return whether nothing of the last ``span_s`` seconds, of which the readings are, was a change: all who are
+    wanted were up and trained, nobody is on the way, and no partition was."""
     if seen.pending or len(seen.workers) != seen.wanted_workers or len(seen.servers) != seen.wanted_ps:
         return False
-    since = [*(w.since for w in seen.workers), *(s.since for s in seen.servers)]
-    return max(since, default=0.0) <= seen.at - seen.window_s and all(s.partitions > 0 for s in seen.servers)
+    since = [seen.rest_since, *(w.since for w in seen.workers), *(s.since for s in seen.servers)]
+    if max(since) > seen.at - span_s or not all(s.partitions > 0 for s in seen.servers):
+        return False
+    return all(_trained_s(w, seen) >= _TRAINED * seen.window_s for w in seen.workers)
+
+
+def _trained_s(worker: WorkerSeen, seen: Observations) -> float:
+    """Return the seconds of a window that a worker's clock tells. What is outside of its loop counts only if that is a
+    habit: the first windows of a process hold what it had to prepare."""
+    phases = worker.short.phases
+    young = worker.since > seen.at - _YOUNG * seen.window_s
+    return sum(phases.values()) - (phases.get("outside", 0.0) if young else 0.0)
 
 
 def _keep(state: AutoState, size: Size, read: WindowRead, settings: AutoSettings) -> None:
     """Add a window. If two in a row differ from those before at this size, the job has changed: forget the rest."""
     before = state.windows_of.get(size, [])
-    typical = statistics.median(w.rate for w in before) if before else read.rate
-    state.odd = state.odd + 1 if abs(read.rate / typical - 1) > settings.shift else 0
+    typical = size_seen(before or [read])
+    differs = abs(read.rate / typical.rate - 1), abs(read.data - (typical.data or 0)), abs(read.ps - (typical.ps or 0))
+    state.odd = state.odd + 1 if max(differs) > settings.shift else 0
     if state.odd >= 2:
         state.odd = 0
-        state.windows_of = {size: [before[-1], read]}
+        state.windows_of = {size: [read]}  # (the one before may be of both: the change came in the middle of it)
         return
     state.windows_of[size] = [*before, read][-_KEPT:]
 
@@ -187,7 +223,9 @@ def _decide(
     chosen = min(near, key=lambda c: (sum(c.size), -c.score))
     if chosen.size == now or left <= 0 or not _pays(model, now, chosen, power, settings, score(now)):
         return _rest(seen, state, model, left)
-    state.changes += 1
+    if seen.at < state.wait_until:
+        return None, state
+    state.asked = chosen.size
     return _change(seen, model, now, chosen.size, left - 1), state
 
 
@@ -205,8 +243,11 @@ def _pays(
 
 def _bounds(seen: Observations) -> tuple[Size, Size]:
     """Return the fewest and the most workers, and the fewest and the most ps, that a job may have."""
-    workers = max(1, seen.min_workers), max(seen.max_workers, seen.wanted_workers)
-    return workers, (max(1, seen.min_ps), max(seen.max_ps, seen.wanted_ps)) if seen.wanted_ps else (0, 0)
+    now = seen.wanted_workers, seen.wanted_ps
+    workers = (now[0], now[0]) if seen.sizes == "ps" else (max(1, seen.min_workers), max(seen.max_workers, now[0]))
+    if not now[1]:
+        return workers, (0, 0)
+    return workers, (now[1], now[1]) if seen.sizes == "workers" else (max(1, seen.min_ps), max(seen.max_ps, now[1]))
 
 
 def within(seen: Observations, size: Size) -> bool:

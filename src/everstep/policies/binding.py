@@ -67,7 +67,7 @@ class BindingWatch:
 
     def take(self, seen: Observations) -> bool:
         """Take one window, if the job is whole and all workers have readings. Return whether it was taken."""
-        if not seen.workers or not is_steady(seen) or (read := read_window(seen)) is None:
+        if not seen.workers or not is_steady(seen, seen.window_s) or (read := read_window(seen)) is None:
             return False
         self._size = len(seen.workers), len(seen.servers)
         self._windows.setdefault(self._size, deque(maxlen=_KEPT)).append(read)
