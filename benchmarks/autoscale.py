@@ -19,7 +19,7 @@ for ``--for-s`` seconds: with both roles (``joint``), or one role alone (``worke
     REGIME.step_back: samples/s of a settled time at one size over that of the one before, the lowest (1: none was)
     REGIME.over_alone: joint's share over that of the better role alone
 
-    --only ps --workers 8 --ps 4 --rounds 1 --for-s 100 --window-s 10 (of the policy; 10 is what jobs have)
+    --only ps --workers 8 --ps 4 --rounds 1 --for-s 80 --window-s 10 (of the policy; 10 is what jobs have)
 """
 
 from __future__ import annotations
@@ -267,7 +267,7 @@ def run(quick: bool, arguments: Sequence[str] | None = None) -> Result:
     parser.add_argument("--workers", type=int, default=2 if quick else 8)
     parser.add_argument("--ps", type=int, default=2 if quick else 4)
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--for-s", type=float, default=16.0 if quick else 100.0)
+    parser.add_argument("--for-s", type=float, default=16.0 if quick else 80.0)
     parser.add_argument("--window-s", type=float, default=2.0 if quick else 10.0)
     parser.add_argument("--settle-s", type=float, default=1.0 if quick else 2.0)
     parser.add_argument("--span-s", type=float, default=2.5 if quick else 6.0)

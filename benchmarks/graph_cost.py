@@ -15,7 +15,9 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
+
+from benchmarks._measure import each_round, median, say, spread
 
 AIM = 0.005
 _OF = 6  # one step in so many is sampled here
@@ -120,34 +122,48 @@ def extra_s(times: list[float], at: int) -> float:
     return statistics.median(g[at] + g[at + 1] - g[4] - g[5] for g in groups)
 
 
+class _Measured(NamedTuple):
+    """Is one round of one script: shares of a step's time, and what they come from."""
+
+    share: float
+    same: float
+    step_s: float
+    extra_s: float
+    every: float
+
+
+def _measure(kind: str, steps: int, counting_s: float) -> _Measured:
+    times, sampler = _loop(kind, "auto", steps)
+    every = sampler.every
+    times, sampler = _loop(kind, str(_OF), steps)
+    times = times[_OF * 5 - 1 :]  # the sampler takes the last step of each six: begin the groups there
+    step_s = statistics.median(times[4::_OF])
+    extra = extra_s(times, 0)
+    return _Measured(
+        (extra / every + counting_s) / step_s, extra_s(times, 2) / every / step_s, step_s, extra, float(every)
+    )
+
+
 def run(quick: bool) -> dict[str, Any]:
-    rounds, steps = (3, 240) if quick else (7, 800)
+    rounds, steps = (2, 240) if quick else (5, 600)
     counting_s = statistics.median(_counting_s(100_000) for _ in range(5))
     figures: dict[str, float] = {"counting_us": counting_s * 1e6}
-    spread: dict[str, tuple[float, float]] = {}
-    for kind in SCRIPTS:
-        shares, same, step_ms, extras, often = [], [], [], [], []
-        for _ in range(rounds):
-            times, sampler = _loop(kind, "auto", steps)
-            every = sampler.every
-            times, sampler = _loop(kind, str(_OF), steps)
-            times = times[_OF * 5 - 1 :]  # the sampler takes the last step of each six: begin the groups there
-            step_s = statistics.median(times[4::_OF])
-            extra = extra_s(times, 0)
-            shares.append((extra / every + counting_s) / step_s)
-            same.append((extra_s(times, 2) / every) / step_s)
-            step_ms.append(step_s * 1e3)
-            extras.append(extra * 1e6)
-            often.append(every)
+    spreads: dict[str, tuple[float, float]] = {}
+    found: dict[str, list[_Measured]] = {kind: [] for kind in SCRIPTS}
+    for number in each_round(rounds):
+        for kind, ones in found.items():
+            ones.append(_measure(kind, steps, counting_s))
+            say(f"round {number + 1}/{rounds} {kind}: {ones[-1]}")
+    for kind, ones in found.items():
         figures |= {
-            f"{kind}_share": statistics.median(shares),
-            f"{kind}_share.aa": statistics.median(same),
-            f"{kind}_step_ms": statistics.median(step_ms),
-            f"{kind}_sample_us": statistics.median(extras),
-            f"{kind}_every": statistics.median(often),
+            f"{kind}_share": median([one.share for one in ones]),
+            f"{kind}_share.aa": median([one.same for one in ones]),
+            f"{kind}_step_ms": median([one.step_s * 1e3 for one in ones]),
+            f"{kind}_sample_us": median([one.extra_s * 1e6 for one in ones]),
+            f"{kind}_every": median([one.every for one in ones]),
         }
-        spread[f"{kind}_share"] = min(shares), max(shares)
-        spread[f"{kind}_share.aa"] = min(same), max(same)
+        spreads[f"{kind}_share"] = spread([one.share for one in ones])
+        spreads[f"{kind}_share.aa"] = spread([one.same for one in ones])
     aims = {f"{kind}_share": f"< {AIM}" for kind in SCRIPTS}
     holds = {name: figures[name] < AIM for name in aims}
-    return {"figures": figures, "aims": aims, "holds": holds, "spread": spread}
+    return {"figures": figures, "aims": aims, "holds": holds, "spread": spreads}

@@ -215,6 +215,23 @@ def test_readings_that_cannot_be_true_are_none(wrong: dict[str, object]) -> None
     assert read_window(broken(**wrong)) is None
 
 
+def test_a_script_that_never_gets_to_its_loop_or_reads_nothing_is_left_alone() -> None:
+    nobody = [msgspec.structs.replace(seen, workers=(), wanted_workers=1) for seen in looks(6)]
+    silent = [msgspec.structs.replace(broken(samples=0, phases={}), at=100.0 + WINDOW_S * i) for i in range(6)]
+    waits = {"data": WINDOW_S}  # for its first batch
+    hungry = [msgspec.structs.replace(broken(samples=0, phases=waits), at=100.0 + WINDOW_S * i) for i in range(6)]
+    for seen in (nobody, silent, hungry):
+        plans, state = asked(*seen)
+        assert not plans and not state.windows_of
+
+
+def test_a_script_without_tables_gets_no_more_ps() -> None:
+    """Workers never wait for a ps: more of them would bring nothing."""
+    demands = Demands(1e-3, 1e-6, 0.0)
+    done = train(lambda at: demands, (4, 4), noise=0.02, windows=12, optimize="waste")
+    assert done.sizes[-1] == (4, 1), path(done)
+
+
 def test_one_worker_that_tells_far_more_than_the_others_is_not_believed() -> None:
     seen = look(100.0, (3, 1), DEMANDS, BOUNDS)
     liar = msgspec.structs.replace(seen.workers[2], short=Pace(samples=10**9, phases={"forward": 10.0}))
