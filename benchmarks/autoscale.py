@@ -41,7 +41,8 @@ from benchmarks._jobs import Job
 from benchmarks._measure import ROOT, Child, Result, beside, everstep, interleaved, median, say, spread
 from everstep.brain.events import Refused, ScaleAsked
 from everstep.cli.link import ask_master
-from everstep.model.member import MemberState, Role
+from everstep.model.job_view import ShownState
+from everstep.model.member import Role
 
 SCRIPT = ROOT / "benchmarks" / "_autoscale_script.py"
 HOOK = ROOT / "benchmarks" / "twins" / "emulated_ps"
@@ -82,11 +83,11 @@ class EmulatedJob(Job):
         if status is None or not status.members_wanted:
             return 0, 0
         up = {
-            role: sum((m.role, m.state) == (role, MemberState.ALIVE) for m in status.members)
+            role: sum((m.role, m.state) == (role, ShownState.ALIVE) for m in status.members)
             for role in (Role.WORKER, Role.PS)
         }
         moves = status.protection is not None and status.protection.moving
-        going = any(m.state in (MemberState.STARTING,) for m in status.members)
+        going = any(m.state is ShownState.STARTING for m in status.members)
         wanted = status.members_wanted.get("worker", 0), status.members_wanted.get("ps", 0)
         size = up[Role.WORKER], up[Role.PS]
         return size if not moves and not going and size == wanted else (0, 0)
