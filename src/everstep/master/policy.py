@@ -105,7 +105,7 @@ class PolicyController:
         if early and not self._eager:
             self._peek_at = self._look_at
             return None
-        if early and not self._settled(at):
+        if early and not self._is_whole(at):
             return None
         since_s = at - self._looked_at  # (a clock that went back: anything)
         seen = complete(self._observe(at, max(self._window_s, since_s)), self._brain, self._window_s)
@@ -122,7 +122,7 @@ class PolicyController:
         new = new or any(self._news(w) for w in seen.workers)
         return seen if early or at >= self._look_at + (0.0 if new else PATIENCE * self._window_s) else None
 
-    def _settled(self, at: float) -> bool:
+    def _is_whole(self, at: float) -> bool:
         """Return whether a whole window lies behind the last change, part of which was in the last look's."""
         seen = self._observe(at, self._window_s)
         newest = max([seen.rest_since, *(w.since for w in seen.workers), *(s.since for s in seen.servers)])
