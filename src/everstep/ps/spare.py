@@ -25,6 +25,9 @@ class PsRole(msgspec.Struct, frozen=True):
     log: str
 
 
+_decoder = msgspec.msgpack.Decoder(PsRole)
+
+
 def encode_role(role: PsRole) -> bytes:
     """Return what goes to the descriptor."""
     return msgspec.msgpack.encode(role)
@@ -39,7 +42,7 @@ def wait_for_role() -> PsRole | None:
     data = os.read(0, MAX_BYTES)
     if not data:
         return None
-    role = msgspec.msgpack.decode(data, type=PsRole)
+    role = _decoder.decode(data)
     with Path(os.devnull).open("rb") as nothing, open(Path(role.log), "ab", opener=private) as out:
         for stream, file in enumerate((nothing, out, out)):
             os.dup2(file.fileno(), stream)
