@@ -548,8 +548,8 @@ class Simulation:
             partition, ps = PartitionId(b), lives.get(slot)
             if ps is not None and not ps.machine.serves(partition):
                 old = self.old_owner_waiting_with(partition, ps)
-                if old is None and self.waits_for_dead(partition, ps):
-                    waiting[partition] = ps
+                if old is None and self.over is not None and ps.alive and self.asks_dead(partition, ps):
+                    waiting[partition] = ps  # no master is left to say that the other one has died
                     continue
                 ps = old
             if ps is None:
@@ -592,16 +592,14 @@ class Simulation:
         """Return the old owner of a partition that was on its way to ``owner`` when the job ended, if that alone is
         why ``owner`` does not serve it: it has died, or a third ps which it must ask, and no master is left to say so.
         The old owner keeps the partition until ``owner`` has it."""
-        asked = [ask.peer for ask in owner.machine.asks() if ask.request.partition == partition]
-        if self.over is None or (owner.alive and all(self.lives[peer].alive for peer in asked)):
+        if self.over is None or (owner.alive and not self.asks_dead(partition, owner)):
             return None
         return next((ps for ps in self.lives.values() if ps.alive and ps.machine.keeps_for_next_owner(partition)), None)
 
-    def waits_for_dead(self, partition: PartitionId, owner: MirrorPs) -> bool:
-        """Return whether the job ended while ``owner``, which has a mirror of the partition, asked a third ps for
-        changes that it may lack: that ps has died, and no master is left to say so."""
+    def asks_dead(self, partition: PartitionId, owner: MirrorPs) -> bool:
+        """Return whether ``owner`` waits for the answer of a ps that has died, before it can serve the partition."""
         asked = [ask.peer for ask in owner.machine.asks() if ask.request.partition == partition]
-        return self.over is not None and owner.alive and not all(self.lives[peer].alive for peer in asked)
+        return not all(self.lives[peer].alive for peer in asked)
 
     def kill_again(self) -> None:
         if not self.healed:
