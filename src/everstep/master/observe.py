@@ -28,7 +28,7 @@ from everstep.monitor.rotated import RotatedFile
 from everstep.monitor.slowness import by_the_step_under_way
 from everstep.monitor.windows import SHORT_S, SUBWINDOWS, Windows
 from everstep.policies.node_selection import choose_ps_node
-from everstep.units import size_bytes
+from everstep.policies.process_sizes import memory_setting
 
 WINDOW_VARIABLE = "EVERSTEP_WINDOW_S"
 """For tests and trials: seconds of the short window; the long one is six times as long."""
@@ -173,7 +173,7 @@ class Observer:
             sizes=spec.sizes,
             rest_since=self._rest_since,
             samples_done=self._readings.samples_done(brain, self._watch),
-            max_memory_bytes=size_bytes(spec.max_memory) if spec.max_memory else 0,
+            max_memory_bytes=memory_setting(spec.max_memory),
         )
 
     def _worker(self, record: SlotRecord, at: float, span_s: float) -> WorkerSeen:

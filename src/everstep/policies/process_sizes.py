@@ -93,7 +93,7 @@ def refuse_sizes(
 ) -> str:
     """Return why processes cannot have these sizes, in one line; "": they can. ``sizes``: with the wish in them;
     ``wanted``: how many processes of each role the job wants; ``nodes``: those that are there."""
-    most = size_bytes(spec.max_memory) if spec.max_memory else 0
+    most = memory_setting(spec.max_memory)
     needs = {role: wanted[role] * size.memory_bytes for role, size in sizes.items() if size.memory_bytes}
     if most and sum(needs.values()) > most:
         parts = [f"{wanted[r]} {_WORDS[r]} of {human_bytes(sizes[r].memory_bytes)}" for r in needs]
