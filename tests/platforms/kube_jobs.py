@@ -29,14 +29,16 @@ class KubeRun(WatchedJob):
         self.cluster = DemoCluster(folder / "cluster", ("node-1", "node-2", "node-3"), gang=gang, pods_max=pods_max)
         self.server, self.nodes = self.cluster.server, self.cluster.runner
         self.operator: subprocess.Popen[bytes] | None = None
+        self.images: dict[str, dict[str, str]] = {}  # by role: what differs in the environment of its image
 
     # ------------------------------------------------------------ what a user does
 
     def submit(self, **spec: Any) -> None:
-        template = {"spec": {"containers": [{"name": "main", "image": "everstep:test"}]}}
         for role in ("worker", "ps"):
             if role in spec:
-                spec[role]["template"] = template
+                env = [{"name": name, "value": value} for name, value in self.images.get(role, {}).items()]
+                container = {"name": "main", "image": "everstep:test", "env": env}
+                spec[role]["template"] = {"spec": {"containers": [container]}}
         body = {"apiVersion": API_VERSION, "kind": "ElasticJob", "metadata": {"name": self.name}}
         body["spec"] = {"script": str(self.script), **spec}
         self.server.create(self.server.of("elasticjobs"), NAMESPACE, body)

@@ -16,6 +16,7 @@ from everstep.platforms.kubernetes.actions import (
     JobPlan,
     MakeSecret,
     MasterReport,
+    OtherVersion,
     Seen,
     SetFinalizers,
     SetReplicas,
@@ -73,6 +74,7 @@ class World:
         self.told_gone: list[tuple[str, ...]] = []  # pods that the master was told are gone
         self.refused: CreateRefused | None = None
         self.gang: Object | None = None  # the PodGroup
+        self.other: OtherVersion | None = None  # of the master, where it is another than the operator's
         self.restart_operator()
 
     # ------------------------------------------------------------ the API server
@@ -203,6 +205,7 @@ class World:
             report,
             self.refused,
             copy.deepcopy(self.gang),
+            self.other,
         )
         return seen_job, reconcile(seen)
 
@@ -238,10 +241,10 @@ class World:
         pod["status"] = {"phase": "Running", "podIP": "10.0.0.1", "conditions": [{"type": "Ready", "status": "True"}]}
         self._change(pod)
 
-    def end(self, name: str, code: int, reason: str = "Error") -> None:
-        """A pod's container ends."""
+    def end(self, name: str, code: int, reason: str = "Error", message: str = "") -> None:
+        """A pod's container ends. ``message``: the end of its log."""
         pod = self.pods[name]
-        ended = {"exitCode": code, "finishedAt": stamp_of(self.now_s), "reason": reason}
+        ended = {"exitCode": code, "finishedAt": stamp_of(self.now_s), "reason": reason, "message": message}
         statuses = [{"name": "main", "state": {"terminated": ended}}]
         pod["status"] = {"phase": "Failed" if code else "Succeeded", "containerStatuses": statuses}
         self._change(pod)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,17 @@ from ray.util.placement_group import placement_group_table
 ray.init(address=sys.argv[1], log_to_driver=False, configure_logging=False)
 groups = [e["name"] for e in placement_group_table().values() if e["state"] != "REMOVED"]
 print(json.dumps([groups, [a["name"] for a in list_named_actors(all_namespaces=True)]]))
+"""
+_CLAIM = """
+import json, sys
+from ray._private import ray_constants
+from ray._raylet import GcsClient
+gcs = GcsClient(address=sys.argv[1])
+where = (b"CLUSTER_METADATA", ray_constants.KV_NAMESPACE_CLUSTER)
+said = json.loads(gcs.internal_kv_get(*where))
+wanted = json.loads(sys.argv[2])
+gcs.internal_kv_put(where[0], json.dumps({**said, **wanted}).encode(), True, where[1])
+print(json.dumps({key: said[key] for key in wanted}))
 """
 _DRAIN = """
 import ray, sys, time
@@ -70,6 +84,13 @@ class RayHere:
 
     def drain(self, node_id: str, in_s: float) -> str:
         return self._ask(_DRAIN, node_id, str(in_s))
+
+    @contextlib.contextmanager
+    def claiming(self, **versions: str) -> Iterator[None]:
+        """Have the cluster say for a while that it was started by others: ``ray_version``, ``python_version``."""
+        real = self._ask(_CLAIM, json.dumps(versions))
+        yield
+        self._ask(_CLAIM, real)
 
     def left(self) -> str:
         """Return the placement groups and named actors that are there, as JSON."""

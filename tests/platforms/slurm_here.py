@@ -11,7 +11,10 @@ import socket
 import subprocess
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
+
+from everstep.platforms.local import die_with_parent
 
 COMMANDS = ("slurmctld", "slurmd", "munged", "sbatch", "squeue", "scontrol")
 _PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
@@ -116,7 +119,12 @@ class SlurmHere:
     def _run(self, name: str, *argv: str) -> None:
         with (self.folder / f"{name}.out").open("ab") as out:
             self._running[name] = subprocess.Popen(
-                argv, env={**os.environ, **self.env}, stdout=out, stderr=out, start_new_session=True
+                argv,
+                env={**os.environ, **self.env},
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+                preexec_fn=partial(die_with_parent, os.getpid()),
             )
 
     def start_node(self, node: str) -> None:

@@ -21,9 +21,11 @@ pytest.importorskip("cel")
 
 from click.testing import CliRunner
 
+from everstep import __version__
 from everstep.cli.main import cli
 from everstep.cli.pod import settings_of
 from everstep.errors import EverstepError
+from everstep.net.auth import VersionError
 from everstep.platforms.kubernetes.actions import MasterReport
 from everstep.platforms.kubernetes.crds import definitions
 from everstep.platforms.kubernetes.demo.api_http import ApiHttp
@@ -222,6 +224,34 @@ def test_without_the_right_to_read_nodes_it_works(bench: Bench) -> None:
     bench.submit()
     until(lambda: bench.phase() == "Running", bench.why)
     assert sum("notices are taken from pods alone" in line for line in bench.lines) == 1
+
+
+class OlderMasters(PlayedMasters):
+    """Masters of another version than the operator's, until they are replaced."""
+
+    other = "9.9.9"
+
+    def report(self, host: str, secret: str) -> MasterReport:
+        if self.other:
+            raise VersionError("the master", 3, self.other)
+        return super().report(host, secret)
+
+
+def test_a_master_of_another_version_is_told_once_and_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("everstep.platforms.kubernetes.operator.ASK_S", 0.1)
+    masters = OlderMasters()
+    bench = Bench(masters=masters)
+    try:
+        bench.submit()
+        until(lambda: bench.holds("OtherVersion"), bench.why)
+        message = {c["type"]: c["message"] for c in bench.job()["status"]["conditions"]}["OtherVersion"]
+        assert "everstep 9.9.9 (wire 3)" in message and f"the operator is everstep {__version__}" in message
+        until(lambda: bench.phase() == "Running", bench.why)
+        assert len([line for line in bench.lines if "9.9.9" in line]) == 1, bench.lines
+        masters.other = ""
+        until(lambda: not bench.holds("OtherVersion"), bench.why)
+    finally:
+        bench.close()
 
 
 NO_PODS = [r if r["resources"] != ["pods"] else {**r, "verbs": ["list", "watch", "delete"]} for r in LEAST]

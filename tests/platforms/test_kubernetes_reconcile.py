@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kube_world import START_S, Stale, World, job
 
-from everstep.platforms.kubernetes.actions import Create, CreateRefused, Refusal, SetSuspend
+from everstep.platforms.kubernetes.actions import Create, CreateRefused, OtherVersion, Refusal, SetSuspend
 from everstep.platforms.kubernetes.kinds import API_VERSION, Condition, JobPhase, Kind, Object, name_of
 from everstep.platforms.kubernetes.pods import stamp_of
 
@@ -370,6 +370,92 @@ def test_an_image_that_is_not_there_or_has_no_everstep_is_told() -> None:
     assert phase(world) == JobPhase.FAILED
     message = {c["type"]: c["message"] for c in world.job["status"]["conditions"]}["Failed"]
     assert 'StartError: exec: "everstep": not found in $PATH' in message and "restartLimit is 1" in message
+
+
+REFUSED_AGENT = "the master is everstep 9.9.9 (wire 3), this is everstep 0.1.0 (wire 3): install the same version"
+
+
+def condition(world: World, which: str) -> tuple[str, str, str]:
+    found = {c["type"]: c for c in world.job["status"]["conditions"]}[which]
+    return found["status"], found["reason"], found["message"]
+
+
+def test_why_pods_fail_is_told_until_all_are_members_again() -> None:
+    world = running()
+    world.members = dict.fromkeys(world.pods, 1)
+    name = name_of(world.of("worker")[0])
+    log = f"[10:00:00] joins\neverstep: {REFUSED_AGENT}\n  a line of another library  \n\n"
+    world.end(name, 4, message=log)
+    world.deliver(100)
+    world.work()
+    assert condition(world, "PodsFail") == ("True", "ExitCode4", f"{name}: {REFUSED_AGENT}")
+    world.now_s += 61.0
+    world.settle(2)
+    new = name_of(world.of("worker")[-1])
+    assert new != name and world.there() == world.wanted()
+    assert condition(world, "PodsFail")[0] == "True", "the new pod is no member yet"
+    world.members = dict.fromkeys(world.pods, 1)
+    world.settle(1)
+    assert condition(world, "PodsFail")[0] == "False"
+
+
+@pytest.mark.parametrize(
+    ("log", "told"),
+    [
+        ("", "see kubectl logs {name}"),
+        ("Traceback\n\x1b[31mKeyError: 3\n", r"{name}: \x1b[31mKeyError: 3"),
+        ("x" * 5_000, "x" * 400 + "... (5,000 characters)"),
+    ],
+)
+def test_last_words_of_any_program_are_one_line(log: str, told: str) -> None:
+    world = running()
+    name = name_of(world.of("worker")[0])
+    world.end(name, 1, message=log)
+    world.deliver(100)
+    world.work()
+    message = condition(world, "PodsFail")[2]
+    assert told.format(name=name) in message and "\n" not in message and len(message) < 500
+
+
+def test_a_pod_that_the_cluster_took_is_no_failure_to_tell() -> None:
+    world = running()
+    world.end(name_of(world.of("worker")[0]), 137, message="killed")
+    world.settle(2)
+    assert "PodsFail" not in {c["type"] for c in world.job["status"]["conditions"]}
+
+
+def test_an_image_of_another_version_ends_the_job_with_its_words() -> None:
+    """Agents of the image are refused by the master, again and again: the tries are bounded."""
+    world = World(job(worker={"restartLimit": 2}))
+    for _ in range(12):
+        world.settle(1)
+        for pod in world.of("worker"):
+            if pod["status"]["phase"] == "Running":
+                world.end(name_of(pod), 4, message=f"everstep: {REFUSED_AGENT}\n")
+    assert phase(world) == JobPhase.FAILED
+    _, reason, message = condition(world, "Failed")
+    assert reason == "RestartLimit" and REFUSED_AGENT in message and "restartLimit is 2" in message
+
+
+def test_a_master_that_ends_is_told_with_its_last_words() -> None:
+    world = running()
+    world.end(name_of(world.of("master")[0]), 2, message="everstep: No such option: --host (see everstep pod --help)")
+    world.settle(2)
+    assert "No such option: --host" in condition(world, "Failed")[2] and "kubectl logs" in condition(world, "Failed")[2]
+
+
+def test_a_master_of_another_version_is_a_condition_and_the_job_trains_on() -> None:
+    world = running()
+    world.other = OtherVersion("everstep 9.9.9 (wire 3)", "everstep 0.1.0 (wire 3)")
+    before = set(world.ever)
+    world.settle(3)
+    status, _, message = condition(world, "OtherVersion")
+    assert status == "True" and "has everstep 9.9.9 (wire 3), the operator is everstep 0.1.0 (wire 3)" in message
+    assert "use the same version for both" in message and "\n" not in message
+    assert world.ever == before and phase(world) == JobPhase.RUNNING
+    world.other = None
+    world.settle(1)
+    assert condition(world, "OtherVersion")[0] == "False"
 
 
 def test_the_master_hears_of_pods_that_are_gone_before_their_silence_tells() -> None:

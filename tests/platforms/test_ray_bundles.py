@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from everstep.errors import ConfigError
 from everstep.ids import NodeId
 from everstep.platforms.ray_bundles import BundlePlace, Bundles
-from everstep.platforms.ray_cluster import check_ray, version_of
+from everstep.platforms.ray_cluster import check_ray, mismatch_words, version_of
 
 
 def names(*numbers: int) -> list[NodeId]:
@@ -72,6 +72,30 @@ def test_versions(version: str, fine: bool) -> None:
         return check_ray(version)
     with pytest.raises(ConfigError, match=r"Ray 2\.9\.3 is too old: 2\.50 or newer"):
         check_ray(version)
+
+
+OWN = "This process on node 10.0.0.2, connecting to cluster 10.0.0.1:6379 was started with: Ray: 2.55.1 Python: 3.11.2"
+
+
+@pytest.mark.parametrize(
+    ("ray", "python", "advice"),
+    [
+        ("2.60.0", "3.11.2", "pip install 'ray==2.60.0'"),
+        ("2.55.1", "3.12.7", "run everstep with Python 3.12.7, as the cluster does"),
+        ("2.54.0", "3.12.7", "run everstep with Python 3.12.7 and Ray 2.54.0, as the cluster does"),
+        ("2.9.3", "3.11.2", "give the cluster Ray 2.50 or newer"),
+    ],
+)
+def test_a_cluster_of_other_versions_is_told_with_both_and_what_to_do(ray: str, python: str, advice: str) -> None:
+    words = f"Version mismatch: The cluster was started with: Ray: {ray} Python: {python} {OWN}"
+    told = mismatch_words(words)
+    assert told == f"the cluster has Ray {ray} on Python {python}, here is Ray 2.55.1 on Python 3.11.2: {advice}"
+
+
+def test_words_of_ray_that_are_not_known_are_passed_on() -> None:
+    assert mismatch_words("Version mismatch: x\x1b y") == (
+        "the cluster is of another Ray or Python: Version mismatch: x\\x1b y"
+    )
 
 
 def test_ray_that_is_missing() -> None:

@@ -4,9 +4,11 @@ counts once."""
 from __future__ import annotations
 
 import json
+import platform
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -140,6 +142,30 @@ def refused(run: ClusterRun, *words: str) -> str:
     assert done.returncode in (2, 4) and len(lines) == 1, done.stderr
     assert not (run.folder / "runs").exists()
     return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("other", "advice"),
+    [
+        ({"ray_version": "2.999.0"}, "pip install 'ray==2.999.0'"),
+        ({"python_version": "3.99.1"}, "run everstep with Python 3.99.1, as the cluster does"),
+        ({"ray_version": "2.999.0", "python_version": "3.99.1"}, "run everstep with Python 3.99.1 and Ray 2.999.0"),
+        ({"ray_version": "2.40.0"}, "give the cluster Ray 2.50 or newer"),
+    ],
+    ids=lambda each: " ".join(each.values()) if isinstance(each, dict) else "",
+)
+def test_a_cluster_of_another_ray_or_python_is_one_line(
+    run: ClusterRun, ray: RayHere, other: dict[str, str], advice: str
+) -> None:
+    """Ray itself refuses: the cluster says that it was started by others, and Ray's own words are read."""
+    own = {"ray_version": metadata.version("ray"), "python_version": platform.python_version()}
+    there = {**own, **other}
+    with ray.claiming(**other):
+        line = refused(run, "--on", f"ray:{ray.address}")
+    assert f"Ray {there['ray_version']} on Python {there['python_version']}" in line
+    assert f"here is Ray {own['ray_version']} on Python {own['python_version']}" in line and advice in line
+    assert ray.left() == "[[], []]"
+    assert not list(run.folder.glob("run*")), "no run directory was made"
 
 
 def test_no_such_address(run: ClusterRun) -> None:

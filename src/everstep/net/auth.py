@@ -34,7 +34,7 @@ import msgspec
 
 from everstep import __version__
 from everstep.bounds import MALFORMED, Whole
-from everstep.errors import ConfigError, DeadlineError, PlatformError, WireError
+from everstep.errors import ConfigError, DeadlineError, PlatformError, WireError, escaped
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.net.frames import ClosedError, Frame, FrameKind, FrameSocket, decode_header, encode_frame
 from everstep.net.retry import Deadline
@@ -48,6 +48,8 @@ AUTH_S = 5.0
 
 _NONCE_BYTES = 32
 _SECRET_BYTES = 32
+_PACKAGE_MAX = 40
+"""Longest name of a version that is shown, in characters."""
 
 
 class SecretError(WireError):
@@ -55,7 +57,13 @@ class SecretError(WireError):
 
 
 class VersionError(WireError):
-    """The two sides are different versions of everstep. Trying again does not help."""
+    """The two sides are different versions of everstep. Trying again does not help. ``theirs``, ``ours``: the version
+    of the other side and of this one, in words."""
+
+    def __init__(self, who: str, protocol: int, package: str) -> None:
+        self.theirs = f"everstep {escaped(package, _PACKAGE_MAX)} (wire {protocol})"
+        self.ours = f"everstep {__version__} (wire {PROTOCOL})"
+        super().__init__(f"{who} is {self.theirs}, this is {self.ours}: install the same version everywhere")
 
 
 # ---------------------------------------------------------------- the secret file
@@ -268,13 +276,6 @@ def _decode(frame: Frame) -> _Message:
     return decode_header(_message, frame.header, "handshake")
 
 
-def _version_error(who: str, protocol: int, package: str) -> VersionError:
-    return VersionError(
-        f"{who} is everstep {package} (wire {protocol}), this is {__version__} (wire {PROTOCOL}): "
-        "install the same version everywhere"
-    )
-
-
 class ClientAuth:
     """Is the client's side: send ``begin()``, give it the server's frame, send what ``answer`` returns; done."""
 
@@ -293,7 +294,8 @@ class ClientAuth:
         message = _decode(frame)
         if isinstance(message, _Refusal):
             if message.reason is RefusalReason.VERSION:
-                raise _version_error("the server", message.protocol, message.package)
+                who = "the master" if self._hello.identity.purpose == "control" else "the server"
+                raise VersionError(who, message.protocol, message.package)
             if message.reason is RefusalReason.PURPOSE:
                 raise WireError(f"the server takes no {self._hello.identity.purpose} connections")
             raise SecretError("the server refused this secret: is it another job's?")
@@ -368,7 +370,7 @@ class ServerAuth:
         versions = decode_header(_old_hello, frame.header, "handshake").identity
         if (versions.protocol, versions.package) != (PROTOCOL, __version__):
             self.refusal = _frame(_Refusal(RefusalReason.VERSION))
-            raise _version_error("the peer", versions.protocol, versions.package)
+            raise VersionError("the peer", versions.protocol, versions.package)
 
 
 def _send_refusal(stream: FrameSocket, frame: bytes) -> None:

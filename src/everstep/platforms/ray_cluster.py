@@ -26,6 +26,8 @@ LEAST: Final = (2, 50)
 _REACH_S: Final = 5.0
 _GONE_S: Final = 30.0
 _LOOK_S: Final = 0.1
+_STARTED_WITH: Final = re.compile(r"started with: Ray: (\S+) Python: (\S+)")
+"""Finds the versions of the cluster, then those of this process, in the words with which Ray refuses them."""
 
 
 class RayNode(msgspec.Struct):
@@ -62,6 +64,23 @@ def check_ray(version: str) -> None:
         raise ConfigError(f"--on ray: Ray {version} is too old: {least} or newer (pip install 'everstep[ray]')")
 
 
+def mismatch_words(text: str) -> str:
+    """Return what to tell of Ray's own words, one line, that the cluster and this process are of different versions."""
+    found = _STARTED_WITH.findall(text)
+    if len(found) != 2:
+        return f"the cluster is of another Ray or Python: {escaped(text, 300)}"
+    (ray, python), (own_ray, own_python) = ((escaped(a, 40), escaped(b, 40)) for a, b in found)
+    if version_of(ray) < LEAST:
+        advice = f"give the cluster Ray {'.'.join(map(str, LEAST))} or newer"
+    elif ray == own_ray:
+        advice = f"run everstep with Python {python}, as the cluster does"
+    elif python == own_python:
+        advice = f"pip install 'ray=={ray}'"
+    else:
+        advice = f"run everstep with Python {python} and Ray {ray}, as the cluster does"
+    return f"the cluster has Ray {ray} on Python {python}, here is Ray {own_ray} on Python {own_python}: {advice}"
+
+
 def connect_ray(address: str) -> None:
     """Connect this process to a cluster, once. ``address``: HOST:PORT; "": the one of this machine, or of
     ``RAY_ADDRESS``. Raise ConfigError: it is another version or Python; PlatformError: there is none."""
@@ -83,7 +102,7 @@ def connect_ray(address: str) -> None:
     except (Exception, SystemExit) as error:
         text = " ".join(str(error).split())
         if "ersion mismatch" in text:
-            raise ConfigError(f"--on ray: the cluster is of another Ray or Python: {escaped(text, 300)}") from None
+            raise ConfigError(f"--on ray: {mismatch_words(text)}") from None
         where = address or "on this machine"
         raise PlatformError(f"--on ray: no cluster answers {where}: {escaped(text, 300)}") from None
 

@@ -134,9 +134,16 @@ class MasterReport(msgspec.Struct, frozen=True):
     slowest: tuple[Mapping[str, str], ...] = ()  # members, slowest first: what ``status.speed`` has of each
 
 
+class OtherVersion(msgspec.Struct, frozen=True):
+    """Says that a job's master is of another version of everstep than the operator. Each has its name and version."""
+
+    master: str
+    operator: str
+
+
 class Seen(msgspec.Struct, frozen=True):
     """Is all that one look at a job takes into account. ``nodes`` None: the operator may not read nodes. ``gang`` None:
-    there is no PodGroup of the job."""
+    there is no PodGroup of the job. ``other`` None: its master is not known to be of another version."""
 
     job: Object
     now_s: float
@@ -147,6 +154,7 @@ class Seen(msgspec.Struct, frozen=True):
     report: MasterReport | None = None
     refused: CreateRefused | None = None
     gang: Object | None = None
+    other: OtherVersion | None = None
 
 
 class JobPlan(msgspec.Struct, frozen=True):

@@ -19,6 +19,9 @@ _BAD: Final = frozenset(
         Condition.INVALID_SPEC.value,
         Condition.TEMPLATE_INVALID.value,
         Condition.BUDGET_SPENT.value,
+        Condition.CANNOT_START.value,
+        Condition.PODS_FAIL.value,
+        Condition.OTHER_VERSION.value,
         Condition.OUT_NOT_WRITTEN.value,
         Condition.FAILED.value,
     }

@@ -108,6 +108,8 @@ class Condition(StrEnum):
     WAITING = "Waiting"
     GANG_REFUSED = "GangRefused"
     CANNOT_START = "CannotStart"
+    PODS_FAIL = "PodsFail"
+    OTHER_VERSION = "OtherVersion"
     OUT_WRITTEN = "OutWritten"
     OUT_NOT_WRITTEN = "OutNotWritten"
     COMPLETE = "Complete"

@@ -35,6 +35,8 @@ UNREACHABLE_S: Final = 30
 OUT_LIMIT_S: Final = 3600
 """So long the pod may take that writes what a job leaves."""
 SECRET_KEY: Final = "secret"
+LAST_WORDS: Final = "FallbackToLogsOnError"
+"""Has the node put the end of the log of a container that failed into the pod's status."""
 _VOLUME: Final = "everstep-run"
 
 
@@ -186,6 +188,7 @@ def _pod(
     container["name"] = container.get("name") or CONTAINER
     container["command"] = _command(job, place)
     container.pop("args", None)
+    container.setdefault("terminationMessagePolicy", LAST_WORDS)
     container["env"] = [*(container.get("env") or []), *_env(job, place, settings)]
     container["volumeMounts"] = [*(container.get("volumeMounts") or []), {"name": _VOLUME, "mountPath": RUN_DIR}]
     spec["volumes"] = [*(spec.get("volumes") or []), {"name": _VOLUME, **_volume(job, place)}]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, Protocol
 
 from everstep.errors import EverstepError
+from everstep.net.auth import VersionError
 from everstep.net.retry import backoff
 from everstep.platforms.kubernetes import gangs, objects
 from everstep.platforms.kubernetes.actions import (
@@ -23,6 +24,7 @@ from everstep.platforms.kubernetes.actions import (
     Delete,
     MakeSecret,
     MasterReport,
+    OtherVersion,
     Refusal,
     Seen,
     SetFinalizers,
@@ -178,6 +180,7 @@ class Operator:
         self._secrets: dict[str, tuple[float, str]] = {}
         self._gangs: dict[str, tuple[float, Object | None]] = {}  # PodGroups, by the uid of their job
         self._refusals: dict[str, tuple[float, CreateRefused]] = {}
+        self._others: dict[str, OtherVersion] = {}  # jobs, by uid, whose master is of another version
         self._asking: set[tuple[str, bool]] = set()  # jobs, by uid, whose master is being asked (True: for a report)
         self._without_events = False
         self._unkept: set[str] = set()  # fields of a status that the cluster does not know
@@ -321,6 +324,7 @@ class Operator:
             self._report_of(job, pods),
             self._refusal_of(job),
             self._gang_of(job),
+            self._others.get(uid_of(job)),
         )
         plan = reconcile(seen)
         if plan.status is not None and self._is_news(job, plan.status):
@@ -495,6 +499,7 @@ class Operator:
 
             def report(host: str, secret: str) -> None:
                 report = self._link.report(host, secret)
+                self._others.pop(uid_of(job), None)
                 before = self._reports.get(uid_of(job), _Known(0.0, None)).value
                 self._reports[uid_of(job)] = _Known(time.monotonic(), report)
                 if report != before:
@@ -522,6 +527,9 @@ class Operator:
         def call() -> None:
             try:
                 ask(host, secret)
+            except VersionError as error:
+                self._note_other(job, error)
+                self._reports.pop(uid, None)
             except EverstepError:
                 self._reports.pop(uid, None)
                 self.queue.put((job["metadata"]["namespace"], name_of(job)), 2.0)
@@ -530,6 +538,14 @@ class Operator:
 
         self._asking.add(asked)
         self._run(call)
+
+    def _note_other(self, job: Object, error: VersionError) -> None:
+        """Remember that a job's master is of another version; say so once."""
+        uid, other = uid_of(job), OtherVersion(error.theirs, error.ours)
+        if self._others.get(uid) != other:
+            self._others[uid] = other
+            self._say(f"{name_of(job)}: {error}")
+            self.queue.put((job["metadata"]["namespace"], name_of(job)))
 
 
 def _is_of(thing: Object, job: Object | None) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import Final, NamedTuple
 
+from everstep.errors import escaped
 from everstep.platforms.kubernetes.kinds import CONTAINER, ROLE_LABEL, SLOT_LABEL, Object, Place, is_leaving, name_of
 
 OUT_OF_SERVICE: Final = "node.kubernetes.io/out-of-service"
@@ -31,6 +32,8 @@ NODE_KNOWN_S: Final = 60.0
 OVERDUE_S: Final = 60.0
 """So long after its time a pod that is being deleted counts as stuck on a node that is dead."""
 SUSPENDED_CODE: Final = 7
+OUR_LINES: Final = "everstep: "
+"""Begins each line in which everstep says why it ends."""
 _WORDS_MAX: Final = 400
 FINAL_CODES: Final = frozenset({1, 2, 3, 4, 5, 6, 130})
 """Exit codes by which a master says that its job is over; others are losses of the pod."""
@@ -162,6 +165,18 @@ def cannot_start(pod: Object) -> str:
             code, words = found.get("reason"), " ".join(str(found.get("message") or "").split())
             if code in tuple(kinds):
                 return f"{code}: {words}"[:_WORDS_MAX].rstrip(": ")
+    return ""
+
+
+def last_words(pod: Object) -> str:
+    """Return what the container of a pod that failed said last, as its node passes it on; "": nothing. A line of
+    everstep goes before one of others."""
+    for container in (pod.get("status") or {}).get("containerStatuses") or []:
+        ended = (container.get("state") or {}).get("terminated") or {}
+        lines = [" ".join(line.split()) for line in str(ended.get("message") or "").splitlines()]
+        ours = [line.removeprefix(OUR_LINES) for line in lines if line.startswith(OUR_LINES)]
+        if found := [line for line in (*lines, *ours) if line]:
+            return escaped(found[-1], _WORDS_MAX)
     return ""
 
 

@@ -52,6 +52,7 @@ from everstep.platforms.kubernetes.pods import (
     Source,
     cannot_start,
     facts_of,
+    last_words,
     machine_gone,
     notice_of,
     seconds_of,
@@ -160,6 +161,8 @@ class _Look:
         for pod in masters:
             if pod.state is PodState.FAILED and pod.exit_code in FINAL_CODES:
                 words = _WORDS.get(pod.exit_code or 0, "the job failed")
+                if why := last_words(self._raw[pod.name]):
+                    words += f" ({why})"
                 status.end(JobPhase.FAILED, f"ExitCode{pod.exit_code}", f"{words}; see kubectl logs {pod.name}")
                 return
         limit_s = self._job["spec"].get("activeDeadlineSeconds")
@@ -223,6 +226,8 @@ class _Look:
         self._own()
         self._heed_notices()
         self._say_what_cannot_start()
+        self._say_why_pods_fail()
+        self._say_other_version()
         for place in Place:
             self._replace_failed(place)
             if status.over:
@@ -401,6 +406,33 @@ class _Look:
         message = f"{found[0][0]}: {found[0][1]}" if found else ""
         self._status.say(Condition.CANNOT_START, bool(found), "ContainerCannotStart" if found else "", message)
 
+    def _say_why_pods_fail(self) -> None:
+        """Tell the last words of a pod that failed by itself, until the master has a member of each pod again. (A pod
+        counts as ready as soon as its container runs.)"""
+        failed = [pod for pod in self._pods if pod.state is PodState.FAILED and not pod.disrupted]
+        if failed:
+            last = max(failed, key=lambda pod: (pod.ended_at, pod.serial))
+            words = last_words(self._raw[last.name]) or f"see kubectl logs {last.name}"
+            self._status.say(Condition.PODS_FAIL, True, f"ExitCode{last.exit_code}", f"{last.name}: {words}")
+            return
+        report = self._seen.report
+        if report is not None and all(
+            sum(pod.active and report.members.get(pod.name, 0) > 0 for pod in self._of(place)) >= self._wanted.of(place)
+            for place in (Place.PS, Place.WORKER)
+        ):
+            self._status.say(Condition.PODS_FAIL, False)
+
+    def _say_other_version(self) -> None:
+        """Tell that the operator and the job's master do not understand each other. The job trains on."""
+        other = self._seen.other
+        words = ""
+        if other is not None:
+            words = (
+                f"the job's image has {other.master}, the operator is {other.operator}: the job trains, but the "
+                "operator cannot scale, suspend or show it; use the same version for both"
+            )
+        self._status.say(Condition.OTHER_VERSION, other is not None, "Master" if other is not None else "", words)
+
     def _replace_failed(self, place: Place) -> None:
         """Count pods that failed by themselves. Such a pod keeps its slot for a while, longer after each failure."""
         pods, status = self._of(place), self._status
@@ -410,7 +442,7 @@ class _Look:
         limit = int(role_spec(self._job, place).get("restartLimit", 10))
         if own and status.restarts(place) > limit:
             words = f"{place.value} pods failed {status.restarts(place)} times, last {own[-1].name}"
-            if why := cannot_start(self._raw[own[-1].name]):
+            if why := cannot_start(self._raw[own[-1].name]) or last_words(self._raw[own[-1].name]):
                 words += f" ({why})"
             status.end(JobPhase.FAILED, "RestartLimit", f"{words}; restartLimit is {limit}")
             return

@@ -29,6 +29,9 @@ from everstep.platforms.local import before_exec, sweep_group
 
 LOOK_S: Final = 0.1
 PODS_MAX: Final = 30
+MESSAGE_BYTES: Final = 2048
+MESSAGE_LINES: Final = 80
+"""So much of the log of a container that failed a kubelet puts into the pod's status."""
 _KILL_WAIT_S: Final = 10.0
 _SERVICE_PORT: Final = re.compile(r"[a-z0-9.-]+\.svc:\d+")
 
@@ -180,7 +183,11 @@ class PodRunner:
     def _say_ended(self, pod: Object, code: int) -> None:
         shown = 128 - code if code < 0 else code
         ended = {"exitCode": shown, "finishedAt": stamp_of(time.time()), "reason": "Error" if shown else "Completed"}
-        statuses = [{"name": pod["spec"]["containers"][0]["name"], "state": {"terminated": ended}}]
+        container = pod["spec"]["containers"][0]
+        if shown and container.get("terminationMessagePolicy") == "FallbackToLogsOnError":
+            end = self.logs(pod["metadata"]["namespace"], name_of(pod)).encode()[-MESSAGE_BYTES:]
+            ended["message"] = "".join(end.decode(errors="ignore").splitlines(keepends=True)[-MESSAGE_LINES:])
+        statuses = [{"name": container["name"], "state": {"terminated": ended}}]
         status = {"phase": "Failed" if shown else "Succeeded", "containerStatuses": statuses}
         status["conditions"] = [{"type": "Ready", "status": "False", "reason": "PodCompleted"}]
         with contextlib.suppress(RefusedRequest):
