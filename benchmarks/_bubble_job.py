@@ -30,6 +30,7 @@ from everstep.model.reasons import CheckpointReason
 LAYERS = {"small": (4, 128, 32), "gpt30m": (8, 512, 64)}  # layers, width, tokens of a sample
 WORDS = {"small": 500, "gpt30m": 5000}
 RECORDED = Path(__file__).parents[1] / "examples" / "recordings" / "bytedance-pipeline-st-excerpt.csv"
+COLD = 4  # first copies, into memory that is new: what they stall is told apart
 FLOATS = 250_000  # parameters of each stage of an emulated pipeline
 RECORDED_STAGES = 4
 FORWARD_S = 0.004  # mean of a microbatch's forward in its first stage; all else is in the recorded proportion
@@ -279,6 +280,7 @@ def main() -> None:
 
     copy("none")
     found: list[tuple[int, float, float, bool]] = []
+    cold = None if copies is None else copies.totals
     last_s = last_cpu_s = 0.0
     first = 0.0, 0.0, 0.0
     for samples in job.steps(job.loader({"text": text.numpy()}, batch_size=batch, epochs=1_000_000)):
@@ -293,6 +295,8 @@ def main() -> None:
             (over.parent / "over.new").replace(over)
         if over.exists() and job.step >= int(over.read_text()):
             break
+        if cold is not None and cold.copies < COLD:
+            cold = copies.totals
         turn = cycle.turn(job.step)
         if turn.side == SETTLE:
             ways.settle()
@@ -316,11 +320,13 @@ def main() -> None:
     facts = {"steps": found, "batch": batch, "wall_s": took[0], "cpu_s": took[1], "busy_s": took[2]}
     facts["durable_s"] = durable.took_s if durable is not None else []
     facts["error"] = durable.error if durable is not None else ""
-    if copies is not None:
+    if copies is not None and cold is not None:
         totals = copies.totals
-        facts["copied"], facts["inside"] = totals.copied_bytes, totals.inside_bytes + totals.late_bytes
-        facts["copies"], facts["overruns"] = totals.copies, totals.overruns
-        facts["begin_s"], facts["stall_s"] = totals.begin_s, totals.stall_s
+        facts["copied"] = totals.copied_bytes - cold.copied_bytes
+        facts["inside"] = totals.inside_bytes + totals.late_bytes - cold.inside_bytes - cold.late_bytes
+        facts["copies"], facts["overruns"] = totals.copies - cold.copies, totals.overruns
+        facts["begin_s"], facts["stall_s"] = totals.begin_s - cold.begin_s, totals.stall_s - cold.stall_s
+        facts["cold_stall_s"] = cold.stall_s
     (Path(args.out) / f"stage{job.process_index}.json").write_text(json.dumps(facts))
 
 

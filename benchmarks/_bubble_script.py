@@ -5,6 +5,7 @@ The first process writes a line for each step that the optimizer has taken: when
 from __future__ import annotations
 
 import argparse
+import datetime
 import os
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import nn
 from torch.distributed import pipelining
 
 WIDTH, ROWS, BATCH, MICROBATCHES, SAVE_EVERY = 256, 4096, 16, 4, 10
+TIMEOUT_S = 10.0  # of torchrun's group
 
 
 def network() -> list[nn.Sequential]:
@@ -59,7 +61,8 @@ def by_everstep(args: argparse.Namespace) -> None:
 
 
 def by_torchrun(args: argparse.Namespace) -> None:
-    dist.init_process_group("gloo")
+    # With gloo's usual half an hour, a start that hangs after a kill would end the comparison.
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT_S))
     rank, x, y = dist.get_rank(), *data()
     part = network()[rank]
     opt = torch.optim.AdamW(part.parameters(), lr=1e-3)

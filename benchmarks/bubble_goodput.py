@@ -34,7 +34,7 @@ from typing import Final, NamedTuple
 from benchmarks._bubble_script import SAVE_EVERY
 from benchmarks._jobs import Job
 from benchmarks._measure import ROOT, Child, Result, everstep, median, say, spread
-from benchmarks.bubble_recovery import kill_torchrun, kills, read, stages_of
+from benchmarks.bubble_recovery import LIMIT_S, NotBackError, kill_torchrun, kills, read, stages_of
 from everstep.monitor.span_log import read_spans
 from everstep.policies.advise import young_interval
 from everstep.policies.copy_frequency import CopyCost, choose_interval, mean_time_to_failure
@@ -167,7 +167,13 @@ def first_kills(count: int) -> dict[str, tuple[list[float], list[int]]]:
     with tempfile.TemporaryDirectory() as name, our_job(Path(name)) as (job, steps):
         out["everstep"] = kills(job.main.pid, steps, count, random.Random(2), lambda: not job.over)
     with tempfile.TemporaryDirectory() as name, their_job(Path(name), SAVE_EVERY) as (torchrun, steps, _):
-        out["restart"] = kills(torchrun.pid, steps, count, random.Random(2), lambda: torchrun.process.poll() is None)
+        try:
+            out["restart"] = kills(
+                torchrun.pid, steps, count, random.Random(2), lambda: torchrun.process.poll() is None
+            )
+        except NotBackError as error:
+            say(f"torchrun: {error}; it is not killed again")
+            out["restart"] = error.found[0] + [LIMIT_S], error.found[1] + [SAVE_EVERY]
     return out
 
 

@@ -10,7 +10,8 @@ blocks: synchronous (before the step), thread (a Python thread beside the step),
 the run directory, from a copy in each step; ``durable_every_s``: how long one takes, the best interval that the storage
 allows), and, where dlrover can be imported, flash (DLRover's flash checkpoint into shared memory, in each step).
 ``inside``: share of copied bytes inside of waits. ``begin_ms``, ``stall_ms``: what one copy cost the thread that
-trains, in its costlier stage. ``others_cores``: processors that were busy with anything but the stages, meanwhile.
+trains, in its costlier stage. These three are without the first four copies, whose memory is new; ``cold_stall_ms``:
+what all of those stalled. ``others_cores``: processors that were busy with anything but the stages, meanwhile.
 
 ``SIZE_mM``: small (0.9 M parameters) or gpt30m (30 M, 360 MB of state), with M microbatches. All of it takes
 ``--minutes`` (11), with the starts of its jobs; a job of gpt30m gets four times as long as a small one. ``--size NAME``
@@ -109,6 +110,7 @@ def add(result: Result, what: Pipeline, stages: list[dict[str, Any]], others: Se
     figures[f"{name}.copies"], figures[f"{name}.rounds"] = float(copies), float(rounds)
     for fact in ("begin", "stall"):
         figures[f"{name}.{fact}_ms"] = max(1e3 * one[f"{fact}_s"] / max(1, one["copies"]) for one in stages)
+    figures[f"{name}.cold_stall_ms"] = max(1e3 * one["cold_stall_s"] for one in stages)
     own_s = sum(stage["cpu_s"] for stage in stages)
     figures[f"{name}.others_cores"] = max(0.0, stages[0]["busy_s"] - own_s) / stages[0]["wall_s"]
     if stages[0]["durable_s"]:

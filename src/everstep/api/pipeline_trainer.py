@@ -185,6 +185,7 @@ class PipelineTrainer(GroupTrainer):
                 seen = sampler.take(self.engine.generation, samples)
                 if seen < 0:
                     return
+                copies = self.engine.copies
                 iteration = StageIteration(
                     worker=self._runtime.slot,
                     stage=unit.index,
@@ -199,8 +200,8 @@ class PipelineTrainer(GroupTrainer):
                     began_s=recorder.began_s,
                     spans=tuple(recorder.spans),
                     state_bytes=self._state_bytes(),
-                    copy_bytes_per_s=rate,
-                    copies=self.engine.copies.totals if self.engine.copies is not None else None,
+                    copy_bytes_per_s=(copies.bytes_per_s if copies is not None else 0.0) or rate,
+                    copies=copies.totals if copies is not None else None,
                 )
                 log.write(iteration)
 

@@ -105,5 +105,5 @@ class StageIteration(msgspec.Struct, frozen=True, kw_only=True):
     began_s: float
     spans: tuple[StageSpan, ...]
     state_bytes: int = 0  # parameters, buffers and what optimizers keep of the stage
-    copy_bytes_per_s: float = 0.0  # at which this process copies in memory, as measured at its begin; 0: not known
+    copy_bytes_per_s: float = 0.0  # of its copies so far; before, of this process' memory; 0: not known
     copies: CopyTotals | None = None  # None: nothing is copied

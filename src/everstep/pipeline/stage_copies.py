@@ -319,6 +319,12 @@ class StageCopies:
         self._costs.clear()
 
     @property
+    def bytes_per_s(self) -> float:
+        """Return how fast waits were used for copies; 0: too little was copied yet to say."""
+        inside, _, _, _, busy_s = self._copier.counts()
+        return inside / busy_s if inside >= _RATE_BYTES and busy_s > 0 else 0.0
+
+    @property
     def totals(self) -> CopyTotals:
         inside, late, stalled, _, _ = self._copier.counts()
         return CopyTotals(

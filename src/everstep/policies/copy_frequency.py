@@ -41,9 +41,10 @@ class CopyChoice(NamedTuple):
 def choose_interval(
     costs: Sequence[CopyCost], interval: int = 1, bound: float = BOUND, mean_time_to_failure_s: float = math.inf
 ) -> CopyChoice:
-    """Return how often to copy. As often as the bound allows. If losses are so frequent that the steps done again
-    behind such copies would cost more, as often as costs least in all (Young). At once as rarely as that; more often
-    again by one iteration at a time, so that a single cheap copy does not undo it. ``interval``: as it is now."""
+    """Return how often to copy. In each iteration where the bound allows it: a loss costs one iteration then. Else as
+    often as the bound allows, or, where it is known how often stages are lost, as often as costs least in all (Young).
+    At once as rarely as that; twice as often again at a time at most, so that a few cheap copies do not undo it.
+    ``interval``: as it is now."""
     latest = costs[-_LATEST:]
     if not latest:
         return CopyChoice(interval, "no copy is measured yet")
@@ -51,14 +52,14 @@ def choose_interval(
     iteration_s = median(one.iteration_s - one.cost_s for one in latest)
     allowed = snapshot_interval(cost_s, iteration_s, bound)
     pays = allowed
-    if iteration_s > 0 and math.isfinite(mean_time_to_failure_s):
+    if allowed > 1 and math.isfinite(mean_time_to_failure_s):
         pays = max(1, round(young_interval(cost_s, mean_time_to_failure_s) / iteration_s))
-    wanted = min(allowed, pays)
     why = f"at most {100 * bound:g} %"
     if pays < allowed:
         why = f"above {100 * bound:g} %, as a loss every {mean_time_to_failure_s:.0f} s costs more"
-    if wanted < interval:
-        wanted = interval - 1
+    elif pays > allowed:
+        why = f"as a loss every {mean_time_to_failure_s:.0f} s costs no more than that"
+    wanted = max(pays, interval // 2)
     share = cost_s / iteration_s / wanted if iteration_s > 0 else math.inf
     words = (
         f"a copy costs {1e3 * cost_s:.2f} ms of an iteration of {1e3 * iteration_s:.1f} ms: {100 * share:.2f} % in "
