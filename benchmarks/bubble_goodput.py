@@ -33,7 +33,7 @@ from typing import Final, NamedTuple
 
 from benchmarks._bubble_script import SAVE_EVERY
 from benchmarks._jobs import Job
-from benchmarks._measure import ROOT, Child, Result, everstep, median, say, spread
+from benchmarks._measure import ROOT, Child, Result, everstep, median, note_rounds, say, spread
 from benchmarks.bubble_recovery import LIMIT_S, NotBackError, kill_torchrun, kills, read, stages_of
 from everstep.monitor.span_log import read_spans
 from everstep.policies.advise import young_interval
@@ -281,6 +281,7 @@ def run(quick: bool, arguments: Sequence[str] = ()) -> Result:
     found: dict[str, list[Measured]] = {"everstep": [], "restart": []}
     cost_s, step_s = 0.02, 0.03  # of a checkpoint, before one was measured
     real: list[str] = []
+    least_kills = math.inf
     for name in args.real.split(","):
         between_s = BETWEEN[name]
         seconds = max(20.0 if quick else LEAST_S, KILLS * between_s)
@@ -288,6 +289,7 @@ def run(quick: bool, arguments: Sequence[str] = ()) -> Result:
             say(f"a kill every {name} and less: not in the time that there is; simulated only")
             break
         real.append(name)
+        least_kills = min(least_kills, seconds // between_s)
         mine = ours(between_s, seconds)
         every = max(1, round(young_interval(cost_s, between_s) / step_s))
         other = theirs(between_s, seconds, every)
@@ -298,6 +300,7 @@ def run(quick: bool, arguments: Sequence[str] = ()) -> Result:
             figures[f"real_{name}.{side}_back"] = float(len(one.away_s))
             say(f"a kill every {name}: {side} {one.goodput:.3f}, away {one.away_s}, steps done again {one.redone}")
         figures[f"real_{name}.save_every"] = float(every)
+    note_rounds(int(least_kills))  # (a round is a kill of each side)
     sides = {}
     for side, all_ in found.items():
         away_s = away[side][0] + [s for one in all_ for s in one.away_s]
