@@ -52,6 +52,9 @@ def by_everstep(args: argparse.Namespace) -> None:
         network(), schedule=pipelining.Schedule1F1B, microbatches=MICROBATCHES, loss_fn=nn.functional.mse_loss
     )
     opt = job.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    if args.each:
+        Path(f"{args.steps}.{job.slot}.pid{job.process_index}").write_text(str(os.getpid()))
+        args.steps = f"{args.steps}.{job.slot}"
     steps = Steps(args.steps, job.process_index == 0, args.pause)
     for batch in job.steps(job.loader({"x": x.numpy(), "y": y.numpy()}, batch_size=BATCH, epochs=1000)):
         opt.zero_grad()
@@ -102,6 +105,9 @@ if __name__ == "__main__":
     parser.add_argument("--by", choices=("everstep", "torchrun"), required=True)
     parser.add_argument("--steps", required=True)
     parser.add_argument("--pause", type=float, default=0.02)
+    parser.add_argument(
+        "--each", action="store_true", help="everstep: a file of steps for each replica, and one of pids"
+    )
     parser.add_argument("--save-every", type=int, default=SAVE_EVERY)
     parser.add_argument("--costs", default="", help="a file that gets what each checkpoint cost, in seconds")
     given = parser.parse_args()

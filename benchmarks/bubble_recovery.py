@@ -9,12 +9,17 @@ of a step, as the first stage writes it; ``redone``: steps that were done again.
 copies that an agent of another node keeps. All nodes are on this machine. ``away_s`` has the silence after which a node
 counts as lost (``silence_s``). ``--machines`` measures that alone, ``--stages`` killed stages alone. ``--minutes N``
 begins no further kill of torchrun's stages behind that (``torchrun.kills``).
+
+``--replicas``: two replicas of two stages instead, whose steps take half a second longer (they sleep). In turn a random
+stage and all stages of a replica are killed. ``pause_steps``: the longest distance between two steps of the other
+replica from then until the lost one trains again, less the time of a step, in steps; ``pause_s`` in seconds.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import math
 import os
 import random
@@ -26,6 +31,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -38,6 +44,7 @@ MEDIAN_S, MOST_S, REDONE = 1.0, 3.0, 2
 SILENCE_S = 5.0  # before a node counts as lost
 SETTLE_S = 2.0  # for a node to join, and for the worker to see who its neighbour is
 LIMIT_S = 120.0
+STEP_S = 0.5  # of a job of two replicas, besides what it computes
 
 
 def read(path: Path) -> list[tuple[float, int]]:
@@ -122,6 +129,80 @@ def kills(
     return away, redone
 
 
+class Pauses(NamedTuple):
+    """Is what lost stages cost the other replica: ``seconds`` and ``steps`` of its longest pause behind each kill, and
+    the steps that were done again."""
+
+    seconds: list[float]
+    steps: list[float]
+    redone: list[int]
+
+
+def lost_replicas(folder: Path, count: int, whole: bool, job: Job) -> Pauses:
+    """Kill a stage (``whole``: all stages) of one of two replicas, so many times; the other one is watched."""
+    draws, found = random.Random(3), Pauses([], [], [])
+    files = [folder / f"replicas.{slot}" for slot in range(2)]
+
+    def until(what: Callable[[], bool]) -> None:
+        end = time.monotonic() + LIMIT_S
+        while not what():
+            if time.monotonic() > end or job.over:
+                raise RuntimeError(f"no step of a replica for {LIMIT_S:.0f} s:\n{job.words()}")
+            time.sleep(0.01)
+
+    for _ in range(count):
+        lost = draws.randrange(2)
+        before = [len(read(file)) for file in files]
+        until(lambda before=before: all(len(read(f)) >= n + 6 for f, n in zip(files, before, strict=True)))  # type: ignore[misc]
+        time.sleep(draws.uniform(0.0, STEP_S))
+        pids = [int((folder / f"replicas.{lost}.pid{stage}").read_text()) for stage in range(2)]
+        killed_at = time.time()
+        for pid in pids if whole else [draws.choice(pids)]:
+            os.kill(pid, signal.SIGKILL)
+        until(lambda lost=lost, at=killed_at: sum(t > at + STEP_S for t, _ in read(files[lost])) >= 3)  # type: ignore[misc]
+        done = read(files[1 - lost])
+        gaps = [(b[0], b[0] - a[0]) for a, b in itertools.pairwise(done)]
+        usual_s = median([gap for at, gap in gaps if at <= killed_at][-5:])
+        longest_s = max(gap for at, gap in gaps if at > killed_at) - usual_s
+        last = max(step for at, step in done if at <= killed_at)
+        found.seconds.append(longest_s)
+        found.steps.append(longest_s / usual_s)
+        found.redone.append(last + 1 - next(step for at, step in done if at > killed_at))
+        words = "replica" if whole else "stage"
+        say(
+            f"a {words} of two replicas is killed: the other one pauses {longest_s:.2f} s, of a step of {usual_s:.2f} s"
+        )
+    return found
+
+
+def replicas(result: Result, count: int) -> None:
+    """Measure what the loss of a stage, and of a replica, costs the other replica."""
+    figures = result["figures"]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        flags = ["run", "--mode", "pipeline", "--stages", "2", "--workers", "2", "--min-workers", "1"]
+        script = ["--", str(SCRIPT), "--by", "everstep", "--each", "--pause", str(STEP_S)]
+        job = Job(folder, flags, [*script, "--steps", str(folder / "replicas")], 3600.0)
+        try:
+            for side, whole in (("stage", False), ("replica", True)):
+                found = lost_replicas(folder, count, whole, job)
+                for fact, values in (("pause_s", found.seconds), ("pause_steps", found.steps)):
+                    key = f"{side}_of_two.{fact}"
+                    figures[key], result["spread"][key] = median(values), spread(values)
+                figures[f"{side}_of_two.redone_most"] = float(max(found.redone))
+                key = f"{side}_of_two.pause_steps"
+                result["aims"][key], result["holds"][key] = "< 1", max(found.steps) < 1.0
+            Child(everstep("stop", job.run_dir)).finish(60.0)
+            job.finish()
+            command = everstep("audit", job.run_dir)
+            audit = subprocess.run(command, capture_output=True, text=True, timeout=60.0, check=False).stdout
+        finally:
+            job.main.kill()
+    figures["two.audit"] = float("so far each sample once" in audit)
+    result["aims"]["two.audit"], result["holds"]["two.audit"] = "== 1", figures["two.audit"] == 1.0
+    note_rounds(count)
+
+
 def lost_machines(folder: Path, count: int) -> tuple[list[float], list[int]]:
     """Kill agents with all that they started; return how long each kept the job away, and the steps done again."""
     settings = folder / "job.yaml"
@@ -173,12 +254,16 @@ def run(quick: bool, arguments: Sequence[str] = ()) -> Result:
     parser = argparse.ArgumentParser(prog="bubble_recovery")
     parser.add_argument("--machines", action="store_true")
     parser.add_argument("--stages", action="store_true")
+    parser.add_argument("--replicas", action="store_true")
     parser.add_argument("--minutes", type=float, default=math.inf)
     args = parser.parse_args(list(arguments))
     end_s = time.monotonic() + 60.0 * args.minutes
     count = 3 if quick else 20
     result: Result = {"figures": {}, "aims": {}, "holds": {}, "spread": {}}
     figures = result["figures"]
+    if args.replicas:
+        replicas(result, 2 if quick else count)
+        return result
     if not args.stages:
         with tempfile.TemporaryDirectory() as name:
             add(result, "machine", lost_machines(Path(name), 2 if quick else count))
