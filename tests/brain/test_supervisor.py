@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from everstep.brain.brain import Brain
 from everstep.brain.events import (
     MASTER,
+    RULES,
     CheckpointCommitted,
     CommitManifest,
     Event,
@@ -200,6 +201,40 @@ def test_a_suspended_job_goes_on_once() -> None:
     assert all(s.member.incarnation == 2 for s in c.brain.members.all())
     c.tell(JobUnsuspended(1, "go on"))
     assert not [i for i in c.out[-1:] if isinstance(i, Note) and i.decision.action == "unsuspend"]
+
+
+def waited_s(c: Cluster) -> float:
+    """Let a new master wait until the job is suspended; return how long that took."""
+    c.masters += 1
+    began = c.at
+    c.tell(MasterStarted(Incarnation(c.masters), c.spec, **RULES))
+    c.tell(NodeJoined(NodeId("node0"), "", 1, 0))
+    c.run(2000.0)
+    assert c.brain.job.phase is Phase.SUSPENDED
+    return c.at - began
+
+
+def test_waits_in_vain_become_longer_until_the_job_has_trained() -> None:
+    """Agents that need longer than ``max_wait`` to start would never be there, else."""
+    c = cluster(min_workers=2, max_wait="20s")
+    c.run(30.0)
+    waits = []
+    for suspensions in range(1, 8):
+        c.tell(JobUnsuspended(suspensions, "there is room"))
+        waits.append(waited_s(c))
+    assert waits == pytest.approx([40.0, 80.0, 160.0, 320.0, 600.0, 600.0, 600.0], abs=2 * TICK_S)
+    assert "max_wait=20s, 600 s as the last waits were in vain" in c.brain.state.supervision.why
+
+    c.tell(JobUnsuspended(8, "there is room"))
+    c.masters += 1
+    c.tell(MasterStarted(Incarnation(c.masters), c.spec, **RULES))
+    for node in NODES[:2]:
+        c.tell(NodeJoined(NodeId(node), "", 1, 0))
+    c.run(20.0)
+    assert c.brain.state.supervision.stage is JobStage.RUNNING
+    c.tell(SuspendAsked("asked"))
+    c.tell(JobUnsuspended(9, "go on"))
+    assert waited_s(c) == pytest.approx(20.0, abs=2 * TICK_S)
 
 
 @pytest.mark.parametrize(

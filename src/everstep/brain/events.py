@@ -55,7 +55,8 @@ class MasterStarted(Fact, frozen=True, tag="master_started"):
     that its loop is over. ``recalls``, likewise: what a ps has no way to get is remembered until those workers have
     ended that must not see it begin again. ``awaits``, likewise: after the loss of a ps, partitions move when what was
     lost is rebuilt and the ps in its place has joined. ``resizes``, likewise: if a process died of a limit of its own,
-    the next ones of its role get more memory, once."""
+    the next ones of its role get more memory, once. ``lengthens``, likewise: a job that was suspended before it trained
+    waits longer the next time."""
 
     incarnation: Incarnation
     spec: JobSpec
@@ -70,10 +71,25 @@ class MasterStarted(Fact, frozen=True, tag="master_started"):
     recalls: bool = False
     awaits: bool = False
     resizes: bool = False
+    lengthens: bool = False
 
 
 RULES: Final[dict[str, bool]] = dict.fromkeys(
-    ("settles", "empties", "ranks", "refills", "saves", "flows", "keeps", "frees", "recalls", "awaits", "resizes"), True
+    (
+        "settles",
+        "empties",
+        "ranks",
+        "refills",
+        "saves",
+        "flows",
+        "keeps",
+        "frees",
+        "recalls",
+        "awaits",
+        "resizes",
+        "lengthens",
+    ),
+    True,
 )
 """What today's masters say of themselves in :class:`MasterStarted`."""
 

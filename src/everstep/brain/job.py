@@ -48,6 +48,7 @@ class JobRules(msgspec.Struct, frozen=True, kw_only=True):
     recalls: bool = False
     awaits: bool = False
     resizes: bool = False
+    lengthens: bool = False
 
 
 class JobState(msgspec.Struct, kw_only=True):

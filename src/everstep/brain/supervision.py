@@ -51,7 +51,8 @@ class Supervision(msgspec.Struct, kw_only=True, rename={"announced": "told"}):
     lost nodes. ``announced``: what was said last of a wait that cannot end. ``spent``: seconds in states that are
     over, by state. ``goes_on``: the next master does not replace a lost one, but is the first one after a suspension.
     ``on_demand``: machines asked for in place of spot ones, 0: none; ``on_demand_since``: since when. ``stand_ins``:
-    that were granted and are held. ``spot_since``: since when the other machines are enough."""
+    that were granted and are held. ``spot_since``: since when the other machines are enough. ``in_vain``: how often in
+    a row the job suspended itself before it trained."""
 
     stage: JobStage = JobStage.PENDING
     changes: list[StageChange] = []
@@ -72,6 +73,7 @@ class Supervision(msgspec.Struct, kw_only=True, rename={"announced": "told"}):
     stand_ins: list[NodeId] = []
     spot_since: float = 0.0
     suspend_by: float = 0.0
+    in_vain: int = 0
 
     def __repr__(self) -> str:
         return f"<supervision {self.stage}{f', {self.lack}' if self.lack else ''}>"

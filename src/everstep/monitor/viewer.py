@@ -42,7 +42,7 @@ from everstep.model.observation import Observations, ServerSeen, WorkerSeen
 from everstep.model.partition_load import PartitionView
 from everstep.monitor.slowness import fault_words, judge
 from everstep.policies.node_selection import HOME_NODE
-from everstep.policies.waits import max_wait_s
+from everstep.policies.waits import longer_wait_s
 from everstep.units import seconds
 
 EPOCHS_SHOWN = 20  # of each dataset, the newest
@@ -328,7 +328,7 @@ def supervision_view(brain: Brain, at: float) -> SupervisionView | None:
     supervision = brain.state.supervision
     if not supervision.changes:
         return None
-    wait_s = max_wait_s(brain.job.spec)
+    wait_s = longer_wait_s(brain.job.spec, supervision.in_vain)
     return SupervisionView(
         state=supervision.stage.value,
         since=supervision.since,

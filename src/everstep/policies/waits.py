@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import math
 from enum import StrEnum
+from typing import Final
 
 import msgspec
 
 from everstep.config.limit import parse_limit
 from everstep.config.spec import JobSpec
 from everstep.units import seconds
+
+LONGEST_S: Final = 600.0  # that a wait becomes by itself
 
 
 class AfterWait(StrEnum):
@@ -27,6 +30,13 @@ class AfterWait(StrEnum):
 def max_wait_s(spec: JobSpec) -> float:
     """Return how long the job waits for enough members; 0.0: for ever."""
     return parse_limit(spec.max_wait, "max_wait")
+
+
+def longer_wait_s(spec: JobSpec, in_vain: int) -> float:
+    """Return how long the job waits that was suspended ``in_vain`` times before it trained: twice as long each time,
+    up to ten minutes or ``max_wait``. Agents that need longer to start than ``max_wait`` would never be there else."""
+    wait_s = max_wait_s(spec)
+    return min(wait_s * 2.0 ** min(in_vain, 30), max(wait_s, LONGEST_S))
 
 
 def stabilization_s(spec: JobSpec) -> float:

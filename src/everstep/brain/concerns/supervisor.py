@@ -35,7 +35,7 @@ from everstep.brain.members import SlotRecord
 from everstep.brain.supervision import CHANGES_KEPT, JobStage, StageChange, least_workers
 from everstep.model.decision import Decision
 from everstep.model.member import MemberState, Role
-from everstep.policies.waits import AfterWait, lack_words, max_wait_s, stabilization_s
+from everstep.policies.waits import AfterWait, lack_words, longer_wait_s, max_wait_s, stabilization_s
 
 if TYPE_CHECKING:
     from everstep.brain.concerns.composition import Concerns
@@ -117,6 +117,7 @@ class SupervisorConcern(Concern):
         begun = self.state.placement is not None or self.state.groups.group is not None
         job.phase = Phase.TRAINING if begun else Phase.STARTING
         job.anyway, job.gathered, job.nodes_due_at = False, False, 0.0
+        supervision.in_vain = supervision.in_vain + 1 if supervision.by_itself and not supervision.begun else 0
         supervision.suspending, supervision.begun, supervision.announced, supervision.goes_on = "", False, "", True
         supervision.short_since = supervision.enough_since = supervision.suspend_by = 0.0
         supervision.on_demand, supervision.stand_ins, supervision.spot_since = 0, [], 0.0
@@ -202,7 +203,8 @@ class SupervisorConcern(Concern):
 
     def _wait(self, at: float, due: bool) -> Out:
         """Too few are there. What is done about it is done by the clock alone, and not in the midst of a loss."""
-        supervision, wait_s = self.state.supervision, max_wait_s(self.job.spec)
+        supervision, job = self.state.supervision, self.job
+        wait_s = longer_wait_s(job.spec, supervision.in_vain if job.rules.lengthens else 0)
         if not wait_s:
             return []
         if not due or at < supervision.short_since + wait_s:
@@ -236,7 +238,8 @@ class SupervisorConcern(Concern):
         """The job has waited for as long as it may."""
         job, supervision = self.job, self.state.supervision
         inputs: Inputs = {"max_wait_s": wait_s, "waited_s": round(at - supervision.short_since, 1)}
-        words = f"{supervision.lack}, for {at - supervision.short_since:.0f} s (max_wait={job.spec.max_wait})"
+        longer = f", {wait_s:.0f} s as the last waits were in vain" if wait_s > max_wait_s(job.spec) else ""
+        words = f"{supervision.lack}, for {at - supervision.short_since:.0f} s (max_wait={job.spec.max_wait}{longer})"
         then = AfterWait(job.spec.on_wait_timeout)
         if then is AfterWait.FAIL:
             return [self.fail(4, f"{words}, and on_wait_timeout is fail")]
