@@ -56,7 +56,9 @@ class MasterStarted(Fact, frozen=True, tag="master_started"):
     ended that must not see it begin again. ``awaits``, likewise: after the loss of a ps, partitions move when what was
     lost is rebuilt and the ps in its place has joined. ``resizes``, likewise: if a process died of a limit of its own,
     the next ones of its role get more memory, once. ``lengthens``, likewise: a job that was suspended before it trained
-    waits longer the next time."""
+    waits longer the next time. ``concludes``, likewise: a ps that was told to end before it began has left when its
+    agent does not know it; a job whose last checkpoint is given up as a ps is lost ends without it, or is not
+    suspended."""
 
     incarnation: Incarnation
     spec: JobSpec
@@ -72,6 +74,7 @@ class MasterStarted(Fact, frozen=True, tag="master_started"):
     awaits: bool = False
     resizes: bool = False
     lengthens: bool = False
+    concludes: bool = False
 
 
 RULES: Final[dict[str, bool]] = dict.fromkeys(
@@ -88,6 +91,7 @@ RULES: Final[dict[str, bool]] = dict.fromkeys(
         "awaits",
         "resizes",
         "lengthens",
+        "concludes",
     ),
     True,
 )

@@ -49,6 +49,7 @@ class JobRules(msgspec.Struct, frozen=True, kw_only=True):
     awaits: bool = False
     resizes: bool = False
     lengthens: bool = False
+    concludes: bool = False
 
 
 class JobState(msgspec.Struct, kw_only=True):

@@ -26,6 +26,13 @@ class EndingConcern(Concern):
             StopAsked: self._stop_asked,
         }
 
+    def settle(self, event: Event, out: Out) -> Out:
+        """Go on from a last checkpoint that was given up in the midst of something else, as the loss of a ps."""
+        checkpoints, job = self.checkpoints, self.job
+        if job.over or not (checkpoints.stopping and checkpoints.stopped and job.rules.concludes):
+            return []
+        return self._stop_when_saved(event.at)
+
     def _stop_asked(self, e: StopAsked, event: Event) -> Out:
         if self.job.over:
             return [OK, FinishJob(cast(int, self.job.exit_code), self.job.error)]

@@ -123,8 +123,9 @@ class NodeConcern(Concern):
                 why = Decision("start", "it was ordered before, and its agent does not run it")
                 again = StartProcess(e.node, member.role, member.slot, member.incarnation, why)
                 out.append(msgspec.structs.replace(again, size=self.concerns.sizes.of(member.role)))
-            elif member.role is Role.PS:
-                # Its loss is final, and this word may be an old one: let its own silence prove it.
+            elif member.role is Role.PS and not (member.state is MemberState.STARTING and job.rules.concludes):
+                # Its loss is final, and this word may be an old one: let its own silence prove it. (One that was told
+                # to end before it said hello has nothing to lose, and nobody else would ever say that it is not there.)
                 if member.state is MemberState.ALIVE:
                     self.members.set_state(record, MemberState.SUSPECT, event.at)
                     why = Decision("suspect", f"the agent of {e.node} does not list it")
