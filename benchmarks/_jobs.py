@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from benchmarks._measure import ROOT, Child, everstep
 from everstep.cli.link import ask_master
 from everstep.errors import EverstepError
-from everstep.model.job_view import JobView
-from everstep.model.member import MemberState, Role
+from everstep.model.job_view import JobView, ShownState
+from everstep.model.member import Role
 from everstep.monitor.audit import PsLog, audit, read_log
 from everstep.net.messages import GetStatus
 
@@ -143,7 +143,7 @@ class Job:
 def is_safe(view: JobView) -> bool:
     """Whether every partition has all its mirrors and nobody is lost."""
     p = view.protection
-    alive = all(m.state in (MemberState.ALIVE, MemberState.LEFT) for m in view.members)
+    alive = all(m.state in (ShownState.ALIVE, ShownState.LEFT) for m in view.members)
     return alive and p is not None and p.full > 0 and not (p.less or p.none or p.moving or p.rebuilding or p.building)
 
 
