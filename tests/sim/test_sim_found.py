@@ -134,6 +134,7 @@ def test_leases_held_ahead_do_not_expire_while_their_worker_gets_on() -> None:
         ("ps", 16445, None),
         ("ps", 20991, None),
         ("suspend", 1650, None),
+        ("suspend", 4156, None),
         ("suspend", 11416, None),
         ("suspend", 17731, None),
     ],
@@ -143,9 +144,9 @@ def test_a_seed_that_found_a_defect(
 ) -> None:
     """Each has a story of its own elsewhere: ``group_end_of_a_lost_line``, ``group_leaver_cut_off``,
     ``group_leaver_behind``, ``chief_asked_late`` (transcripts), in ``tests/protect/test_machine.py``,
-    ``tests/brain/test_conclusions.py`` and ``tests/allreduce/test_session.py``. Of seven the simulator was wrong: 860,
+    ``tests/brain/test_conclusions.py`` and ``tests/allreduce/test_session.py``. Of eight the simulator was wrong: 860,
     an owner that died in the last moment had not taken its partition over yet; 10265, who connects for a new group
-    waits anew; 5652 and 10102, a ps that dies
+    waits anew; 4156, a ps that was paused until behind the end tells its mirrors then; 5652 and 10102, a ps that dies
     with the last step has not told its mirrors which shards were released; 1650, a job that ends before its ps are back
     has its rows in the checkpoint; 7983 and 16445, a new owner that asks a ps which died unnoticed when
     the job ended has the partition in a mirror."""

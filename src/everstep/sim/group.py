@@ -1036,6 +1036,7 @@ class GroupSimulation(Simulation):
         self.blurred = False  # a fault has struck that may break a group without an end
         self.over = None
         self.healed = False
+        self.paused_until = 0.0  # of all processes, had they not been healed
         self.faults = self.masters = self.failovers = self.replayed = self.brain_events = self.deaths = self.retried = 0
         self.master = self.new_master()
         self.home = GroupAgent(self, "node0", 0, 0)

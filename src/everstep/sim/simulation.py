@@ -109,6 +109,7 @@ class Simulation:
         self.processes: list[SimMember] = []
         self.over: tuple[int, str] | None = None
         self.healed = False
+        self.paused_until = 0.0  # of all processes, had they not been healed
         self.faults = self.masters = self.failovers = self.replayed = self.brain_events = self.deaths = self.retried = 0
         self.master: SimMaster = self.new_master()
         self.home = SimAgent(self, "node0", 0, scenario.ps)
@@ -481,6 +482,7 @@ class Simulation:
         net.loss = net.duplicate = net.straggle = 0.0
         net.cut.clear()
         for process in (*self.processes, *self.agents.values(), self.master):
+            self.paused_until = max(self.paused_until, process.paused_until)
             process.paused_until = min(process.paused_until, self.kernel.now)
 
     # ------------------------------------------------------------ the run
@@ -536,7 +538,8 @@ class Simulation:
             self.heal()
         kernel.stopped = False
         lag_s = self.scenario.lag_s * self.scenario.partitions if self.scenario.protect == "lag" else 0.0
-        kernel.run(kernel.now + 3.0 + lag_s)
+        # (What came to a process that was paused is handled when its pause would have ended, also if it was healed.)
+        kernel.run(max(kernel.now, self.paused_until) + 3.0 + lag_s)
         fingerprints: dict[int, int] = {}
         contents: dict[int, Partition] = {}
         of_dead: set[PartitionId] = set()  # partitions whose owner has died unnoticed
