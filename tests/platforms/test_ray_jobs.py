@@ -114,7 +114,7 @@ connect_ray(sys.argv[1])
 words = lambda node: ["--join", "127.0.0.1:1", "--node", node]
 cluster = RayCluster("wish", 2, 0, words, lambda: b"x", lambda line: None)
 def wish():
-    return [each["resources"] for each in json.loads(_internal_kv_get(WISH) or b"[]")]
+    return [each.get("resources", each) for each in json.loads(_internal_kv_get(WISH) or b"[]")]
 free, nodes = sum(offer.count for offer in cluster.offers()), [NodeId(f"n{i}") for i in range(9)]
 cluster.add(nodes[:1])
 seen = [free, wish()]
