@@ -154,7 +154,7 @@ class KubeRun(WatchedJob):
         def left() -> list[str]:
             return [name_of(t) for kind in kinds for t in self.server.store.all(kind, NAMESPACE)]
 
-        until(lambda: not left(), lambda: f"{left()} {self.story()}")
+        until(lambda: not left(), lambda: f"{left()} {self.story_of_pods()}")
         assert self.nodes._running == {}
 
     def close(self) -> None:

@@ -127,7 +127,7 @@ class PodRunner:
         self._say_node(name, "Unknown")
         self._server.merge(self._server.of("nodes"), "", name, {"spec": {"unschedulable": True}})
         for pod in self._server.store.all("pods"):
-            if pod["spec"].get("nodeName") == name and pod["status"].get("phase") == "Running":
+            if pod["spec"].get("nodeName") == name and pod["status"].get("phase") in ("Running", "Failed"):
                 conditions = [{"type": "Ready", "status": "False"}]
                 pod["status"]["conditions"] = conditions
                 self._server.disrupt(pod, "DeletionByTaintManager")
@@ -149,9 +149,11 @@ class PodRunner:
         for pod in self._server.store.all("pods"):
             key, phase = (pod["metadata"]["namespace"], name_of(pod)), (pod.get("status") or {}).get("phase", "Pending")
             one, leaving = self._running.get(key), bool(pod["metadata"].get("deletionTimestamp"))
+            if pod["spec"].get("nodeName") in self._dead:
+                continue  # (nobody is there who would say that it has ended)
             if one is not None:
                 self._look_at(key, pod, one, leaving)
-            elif leaving and pod["spec"].get("nodeName") not in self._dead:
+            elif leaving:
                 self._drop(pod)
             elif phase == "Pending" and not leaving:
                 self._start(key, pod)
