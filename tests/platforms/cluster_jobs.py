@@ -16,6 +16,7 @@ from watched_jobs import WatchedJob, until
 from everstep.brain.events import CapacityChanged
 from everstep.cli.display import read_summary
 from everstep.cli.replay import JOURNAL_FILE
+from everstep.errors import EverstepError
 from everstep.model.capacity import CapacityStep
 from everstep.monitor.audit import audit
 from everstep.storage.journal import read_journal
@@ -76,7 +77,14 @@ class ClusterRun(WatchedJob):
         ends = [f"--- {log.name}\n" + log.read_text(errors="replace")[-1500:] for log in logs if log.exists()]
         view = self.view()
         shown = (view.nodes, view.members_wanted, [(str(m), m.state, m.node) for m in view.members]) if view else None
-        return f"{shown}\n" + "\n".join(ends)
+        return f"{shown}\n{self.nodes_told()}\n" + "\n".join(ends)
+
+    def nodes_told(self) -> list[str]:
+        """Return what the journal says of nodes of the cluster, in its order."""
+        with contextlib.suppress(EverstepError, OSError):
+            facts = [entry.event.fact for entry in read_journal(self.run_dir / JOURNAL_FILE)]
+            return [f"{f.node} {f.step.value}" for f in facts if isinstance(f, CapacityChanged)]
+        return []
 
     def ends_well(self) -> None:
         """Let the job end: its audit is exact."""

@@ -40,6 +40,20 @@ def test_a_free_bundle_that_is_on_a_machine_is_taken_before_one_that_is_on_none(
     assert bundles.assign(names(5))[0] == [(names(5)[0], BundlePlace(1, 0))], "it waits there for a machine"
 
 
+def test_a_node_that_waits_in_a_bundle_on_no_machine_is_moved_to_a_free_one() -> None:
+    """Ray-4 was given the bundle of ray-1 before Ray knew that its machine is lost."""
+    bundles = Bundles()
+    bundles.assign(names(1, 2, 3))
+    bundles.free(names(1))
+    bundles.assign(names(4), {BundlePlace(1, i) for i in range(3)})
+    placed = {BundlePlace(1, 1), BundlePlace(1, 2)}
+    assert bundles.misplaced(names(4), placed) == [], "there is no other one"
+    bundles.free(names(3))
+    assert bundles.misplaced([], placed) == [] and bundles.misplaced(names(4, 2), placed) == names(4)
+    bundles.free(names(4))
+    assert bundles.assign(names(5), placed)[0] == [(names(5)[0], BundlePlace(1, 2))]
+
+
 def test_what_an_earlier_run_left_is_taken_over() -> None:
     bundles = Bundles()
     bundles.adopt(4, 2)

@@ -66,6 +66,13 @@ def test_a_node_too_many_is_emptied_and_then_given_back() -> None:
     assert nodes_wanted(SPEC, view(nodes, 2, 2)) == NodesWanted(2, (), (NodeId("n3"),))
 
 
+def test_an_empty_node_whose_agent_has_left_is_given_back() -> None:
+    """Its agent leaves within milliseconds, and waits for its end; the cluster still counts it, so a job that wants one
+    more node again would get none."""
+    nodes = [node("n1", 2), node("n2", 2), node("n3", 0, draining=True, alive=False)]
+    assert nodes_wanted(SPEC, view(nodes, 3, 2, up=False)) == NodesWanted(3, (), (NodeId("n3"),))
+
+
 def test_nothing_is_emptied_while_somebody_is_missing() -> None:
     nodes = [node("n1", 2), node("n2", 1), node("n3", 0)]
     assert nodes_wanted(SPEC, view(nodes, 2, 2, up=False)) == NodesWanted(2, (), ())

@@ -58,6 +58,18 @@ class Bundles:
             self.take(place, node)
         return placed, made
 
+    def misplaced(self, waiting: Collection[NodeId], placed_now: Collection[BundlePlace]) -> list[NodeId]:
+        """Return those of the ``waiting`` nodes that wait in a bundle that is on no machine, while another free one is:
+        each could have that one. (That a machine was lost may be known only after a node was given its bundle.)"""
+        free, lost = 0, []
+        for group, taken in self._groups.items():
+            for bundle, node in enumerate(taken):
+                here = BundlePlace(group, bundle) in placed_now
+                free += here and node is None
+                if node is not None and node in waiting and not here:
+                    lost.append(node)
+        return lost[:free]
+
     def free(self, nodes: Iterable[NodeId]) -> list[int]:
         """Nodes are gone. Return the groups that are empty now: they are given back."""
         gone = set(nodes)

@@ -167,7 +167,12 @@ class RayCluster:
             waits += [n.where for n in self._nodes.values() if not n.machine and n.over is None]
             ready = set(ray.wait(waits, num_returns=len(waits), timeout=0)[0]) if waits else set()
             leaving = self._draining()
-        return tuple(self._see(name, node, ready, leaving) for name, node in self._nodes.items())
+            seen = {name: self._see(name, node, ready, leaving) for name, node in self._nodes.items()}
+            waiting = [name for name, one in seen.items() if one.state is NodeState.ASKED]
+            for name in self._bundles.misplaced(waiting, self._placed_now()) if waiting else ():
+                why = "its bundle is on no machine, and another one is free"
+                seen[name] = self._nodes[name].over = SeenNode(name, NodeState.ENDED, seen[name].offer, why=why)
+        return tuple(seen.values())
 
     def _see(self, name: NodeId, node: RayNode, ready: set[Any], leaving: dict[str, float | None]) -> SeenNode:
         import ray
@@ -257,11 +262,11 @@ class RayCluster:
         self._say(f"capacity: ray: its autoscaler is asked for machines for {self._wished} nodes")
 
     def _placed_now(self) -> set[BundlePlace]:
-        """Return the bundles of this job that are on a machine that lives."""
+        """Return the bundles of this job that are on a machine that lives and stays."""
         import ray
         from ray.util.placement_group import placement_group_table
 
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - self._draining().keys()
         found = set()
         for entry in placement_group_table().values():
             name, _, number = str(entry["name"]).rpartition(".")

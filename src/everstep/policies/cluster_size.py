@@ -46,11 +46,12 @@ def nodes_wanted(spec: JobSpec, view: JobView, going: Mapping[NodeId, float | No
     left. These are emptied; the master may have refused it before there was another ps.
 
     A node too many is emptied before it is given back, one at a time, and only while all members that the job wants are
-    there."""
+    there. One that is empty goes back also if its agent has left already: it would wait, and count as a node, until its
+    machine has stayed for so long that it joins again."""
     wanted = view.members_wanted
     needed = nodes_for(spec, wanted.get("worker", spec.workers), wanted.get("ps", spec.ps))
     held = [n for n in view.nodes if n.node != HOME_NODE and n.alive]
-    emptied = tuple(n.node for n in held if n.draining and not _members(n))
+    emptied = tuple(n.node for n in view.nodes if n.node != HOME_NODE and n.draining and not _members(n))
     leaving = [n for n in held if n.draining and _members(n)]
     staying = [n for n in held if not n.draining and n.node not in going]
     urged = [(n.node, _left_s(going[n.node])) for n in held if n.node in going and not n.draining]
