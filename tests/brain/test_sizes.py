@@ -19,6 +19,7 @@ from everstep.brain.events import (
     Ok,
     PlanMade,
     ProcessExited,
+    RaiseMemory,
     Refused,
     Reply,
     ResizeAsked,
@@ -78,6 +79,10 @@ def started(out: list[InstructionType]) -> dict[str, ProcessSize]:
     return {f"{i.role}:{i.slot}": i.size for i in out if isinstance(i, StartProcess)}
 
 
+def raised(out: list[InstructionType]) -> dict[str, int]:
+    return {f"{i.role}:{i.slot} #{i.incarnation}": i.memory_bytes for i in out if isinstance(i, RaiseMemory)}
+
+
 def said(out: list[InstructionType], action: str) -> list[str]:
     return [i.decision.reason for i in out if isinstance(i, Note) and i.decision.action == action]
 
@@ -133,6 +138,12 @@ def test_a_plan_that_is_wrong_in_itself_is_its_policys_fault() -> None:
     assert why(Resize(role=Role.PS)) == "RESIZE: nothing named for ps: threads, memory or both"
     assert why(Resize(role=Role.MASTER, threads=1)).startswith("RESIZE: master:")
     assert "at least 128.0 MiB" in why(Resize(role=Role.PS, memory_bytes=5))
+    assert why(Resize(role=Role.PS, memory_bytes=GB, running=True)) == ""
+    for wrong in (
+        Resize(role=Role.PS, threads=1, running=True),
+        Resize(role=Role.WORKER, memory_bytes=GB, running=True),
+    ):
+        assert "only the memory of ps that run can be raised" in why(wrong)
     none = refuse(Plan(actions=both, decision=Decision("resize", "because")), Observations(at=1.0, mode="allreduce"))
     assert none == "RESIZE: this job has no ps"
 
@@ -160,8 +171,10 @@ def test_a_ps_that_died_of_its_limit_comes_back_with_twice_as_much_once() -> Non
     t = Told(ps_memory="1GiB", parity="1+1")
     first = t.dies(Role.PS)
     assert said(first, "more memory") == [
-        "it died of 1.0 GiB: each ps that starts from now on gets 2.0 GiB (2 times as much); this is done once"
+        "it died of 1.0 GiB: each ps that starts from now on gets 2.0 GiB (2 times as much), and those that run get "
+        "it at once; this is done once"
     ]
+    assert raised(first) == {"ps:0 #1": 2 * GB}, "it is as full"
     assert started(first) == {"ps:1": ProcessSize(0, 2 * GB)}
     t.tell(MemberJoined(Role.PS, Slot(1), Incarnation(2), NODE, 1, Address(NODE, "ps1")))
     second = t.dies(Role.PS, limit=2 * GB)
@@ -177,6 +190,31 @@ def test_one_that_had_less_than_the_next_one_gets_is_no_second_time() -> None:
     other = t.dies(Role.PS, slot=0)
     assert said(other, "more memory") == ["it had 1.0 GiB; the next one gets 2.0 GiB"]
     assert not said(other, "same memory")
+
+
+def test_those_that_run_get_what_was_asked_for_by_hand_when_one_dies_of_less() -> None:
+    t = Told(ps_memory="1GiB", parity="1+1")
+    assert t.ask(ps=(0, 3 * GB)) == Ok() and raised(t.more) == {}, "a person names the next ones only"
+    assert raised(t.dies(Role.PS, slot=1)) == {"ps:0 #1": 3 * GB}
+
+
+def test_ps_that_are_not_there_are_not_raised() -> None:
+    t = Told(ps=3, ps_memory="1GiB", parity="1+1")
+    t.tell(ProcessExited(Role.PS, Slot(0), ONE, -9))
+    out = t.dies(Role.PS, slot=1)
+    assert raised(out) == {}, "slots 0 and 2 are still starting: each begins with what is said then"
+    assert started(out)["ps:1"] == ProcessSize(0, 2 * GB)
+    assert not raised(Told(worker_memory="1GiB").dies(Role.WORKER)), "a worker holds nothing that is lost"
+
+
+def test_a_plan_raises_those_that_run_even_if_the_next_ones_have_it_already() -> None:
+    t = Told(ps_memory="1GiB")
+    t.ask(ps=(0, 2 * GB))
+    out = t.plan(Resize(role=Role.PS, memory_bytes=2 * GB, running=True))
+    assert raised(out) == {"ps:0 #1": 2 * GB, "ps:1 #1": 2 * GB}
+    assert not raised(t.plan(Resize(role=Role.PS, memory_bytes=3 * GB)))
+    refused = t.plan(Resize(role=Role.PS, memory_bytes=100 * GB, running=True))
+    assert said(refused, "drop a plan") and not raised(refused)
 
 
 def test_a_limit_of_a_user_is_raised_too_if_it_is_known() -> None:
@@ -213,6 +251,12 @@ def test_a_worker_whose_script_got_no_memory() -> None:
     t = Told(worker_memory="1GiB")
     out = t.dies(Role.WORKER, error="MemoryError", failure=Failure("memory", "train.py:3"))
     assert started(out) == {"worker:1": ProcessSize(0, 2 * GB)} and said(out, "try again")
+
+
+def test_masters_of_before_left_those_that_ran_alone() -> None:
+    t = Told(rules={**RULES, "raises": False}, ps_memory="1GiB", parity="1+1")
+    out = t.dies(Role.PS)
+    assert not raised(out) and "(2 times as much); this is done once" in said(out, "more memory")[0]
 
 
 def test_masters_of_before_gave_nobody_more() -> None:

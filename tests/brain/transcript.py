@@ -64,6 +64,7 @@ from everstep.brain.events import (
     ProcessExited,
     PublishGroup,
     PublishPlacement,
+    RaiseMemory,
     Refused,
     Registered,
     ReleaseShards,
@@ -359,6 +360,8 @@ class Story:
                 return f"start {role}:{slot}#{incarnation} on {node}: {_why(decision)}"
             case StopProcess(node, role, slot, incarnation, grace_s, decision):
                 return f"stop {role}:{slot}#{incarnation} on {node} grace {grace_s:g} s: {_why(decision)}"
+            case RaiseMemory(node, role, slot, incarnation, memory_bytes):
+                return f"raise memory of {role}:{slot}#{incarnation} on {node} to {memory_bytes}"
             case PublishPlacement(placement, decision):
                 return f"publish placement v{placement.version} {_map(placement)}: {_why(decision)}"
             case PublishGroup(group, decision):

@@ -9,7 +9,8 @@ from everstep.brain.policy_control import refuse
 from everstep.ids import Incarnation, NodeId, PartitionId, Slot
 from everstep.model.memory_limit import MemoryLimit
 from everstep.model.observation import Observations, ServerSeen
-from everstep.model.plan import MovePartitions, Plan, Scale
+from everstep.model.plan import MovePartitions, Plan, Resize, Scale
+from everstep.model.process_size import ProcessSize
 from everstep.policies.memory_growth import GrowthState, memory_growth
 
 WINDOW_S, NODE, ONE = 10.0, NodeId("n"), Incarnation(1)
@@ -18,12 +19,14 @@ START_S, MOVE_S = 5.0, 8.0  # a ps more: until it is up, and until partitions ha
 
 
 class Grown(NamedTuple):
-    """Says how a job went: the fullest ps at any second over its limit, ps at the end, the plans, and what was said."""
+    """Says how a job went: the fullest ps at any second over its limit, ps at the end, the plans, what was said, and
+    the limit of each ps at the end."""
 
     worst: float
     ps: int
     plans: list[Plan]
     said: list[str]
+    limit: float
 
 
 def look(
@@ -54,11 +57,17 @@ def look(
 
 
 def grow(
-    size_at: Callable[[float], float], limit: float, seconds: int, own: float = 0.0, max_ps: int = PARTITIONS
+    size_at: Callable[[float], float],
+    limit: float,
+    seconds: int,
+    own: float = 0.0,
+    max_ps: int = PARTITIONS,
+    ps: int = 1,
+    **bounds: object,
 ) -> Grown:
     """Train for so many seconds, 100 samples each. ``size_at``: bytes of all tables at a second."""
     state: GrowthState | None = None
-    ps, coming, ready = 1, 0, 0.0
+    coming, ready, asked = 0, 0.0, 0
     worst, plans, said = 0.0, [], []
     for second in range(1, seconds):
         if coming and second >= ready:
@@ -68,6 +77,7 @@ def grow(
             continue
         up = bool(coming) and second < ready - MOVE_S
         more: dict[str, object] = {"max_ps": max_ps, "pending": int(up), "remaining_samples": 100 * (seconds - second)}
+        more |= {"ps_size": ProcessSize(0, asked), **bounds}
         kind = MemoryLimit.PROCESS if own else MemoryLimit.STORE
         seen = look(float(second), 100 * second, [size_at(second) / ps] * ps, limit, None, own, kind, **more)
         if coming:
@@ -78,8 +88,12 @@ def grow(
         assert refuse(plan, seen) == ""
         said.append(str(plan.decision))
         for action in plan.actions:
-            assert isinstance(action, Scale | MovePartitions)
+            assert isinstance(action, Scale | MovePartitions | Resize)
+            if isinstance(action, Resize):
+                assert action.running and action.memory_bytes > limit
+                plans.append(plan)
+                limit = asked = action.memory_bytes
             if isinstance(action, Scale):
                 plans.append(plan)
                 coming, ready = action.ps, second + START_S + MOVE_S
-    return Grown(worst, ps, plans, said)
+    return Grown(worst, ps, plans, said, limit)

@@ -45,6 +45,7 @@ from everstep.brain.events import (
     Note,
     Ok,
     ProcessExited,
+    RaiseMemory,
     Refused,
     StartProcess,
     StopAsked,
@@ -59,7 +60,7 @@ from everstep.model.member import Address, Role
 from everstep.model.notice import Certainty, Notice
 from everstep.model.process_size import ProcessSize
 from everstep.monitor.cgroup_memory import MemoryGroup
-from everstep.monitor.memory_room import limit_of_process, memory_of_node
+from everstep.monitor.memory_room import is_unbound, limit_of_process, memory_of_node, raise_limit
 from everstep.monitor.process_readings import clean_hardware, hardware_class, machine_name
 from everstep.monitor.vitals import read_vitals
 from everstep.net.messages import (
@@ -77,6 +78,7 @@ from everstep.platforms.notices import DESIGN_LEAD_S, Change, NoticeSource, Noti
 from everstep.ps.spare import PsRole
 from everstep.storage.atomic import private
 from everstep.storage.space import disk_is_full
+from everstep.units import human_bytes
 
 if TYPE_CHECKING:
     from everstep.pipeline.copy_store import CopyStore
@@ -93,6 +95,8 @@ ENDS_S = 5.0  # of a notice for the master's node: its processes end, and what t
 _ENDS_SHARE = 0.4  # of a short notice, at most
 _LEAST_S = 1.0  # for a process to end, however little time is left
 RECLAIM_S = 25.0  # SIGTERM of a node that joined -> it leaves; clouds and Kubernetes give 30 s
+RAISE_AGAIN_S = 0.25  # until a process that has just begun may have bound its memory
+RAISE_LOOKS = 40
 STACK_S = 2.0  # for a process to write its stacks
 BEAT_S = 0.5  # members of a group that waits are given up after STALL_S (brain.watch) without our word
 _STACK_LOOK_S = 0.05
@@ -802,6 +806,8 @@ class Agent:
                 self._start(order)
             case StopProcess():
                 self._end(order)
+            case RaiseMemory():
+                self._raise_memory(order)
             case FinishJob():
                 self._knows_the_end = True
                 self._finish(order.exit_code, order.error)
@@ -825,6 +831,20 @@ class Agent:
         send_signal(entry.pidfd, signo)
         if order.what == "stop":
             self._after(max(0.0, order.stop_s), lambda: self._signal(msgspec.structs.replace(order, what="go")))
+
+    def _raise_memory(self, order: RaiseMemory, looks: int = RAISE_LOOKS) -> None:
+        """Raise the limit of a process that runs, once it has bound itself to what it was started with."""
+        entry = self._running.get((order.role, order.slot))
+        if entry is None or entry.incarnation != order.incarnation or entry.status is not None or not entry.pid:
+            return
+        if looks and entry.size.memory_bytes and is_unbound(entry.pid):
+            self._after(RAISE_AGAIN_S, lambda: self._raise_memory(order, looks - 1))
+            return
+        before, now = raise_limit(entry.pid, order.memory_bytes)
+        if now > before:
+            entry.size = ProcessSize(entry.size.threads, order.memory_bytes)
+        words = f"from {human_bytes(before)} to {human_bytes(now)}" if now > before else f"stays {human_bytes(before)}"
+        self.log(f"{entry.name} #{entry.incarnation}: its limit of memory {words if before else 'is none'}")
 
     def _start(self, order: StartProcess) -> None:
         """Unless it runs already, or ran: then its end is told once more."""

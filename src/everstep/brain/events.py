@@ -58,7 +58,7 @@ class MasterStarted(Fact, frozen=True, tag="master_started"):
     the next ones of its role get more memory, once. ``lengthens``, likewise: a job that was suspended before it trained
     waits longer the next time. ``concludes``, likewise: a ps that was told to end before it began has left when its
     agent does not know it; a job whose last checkpoint is given up as a ps is lost ends without it, or is not
-    suspended."""
+    suspended. ``raises``, likewise: if a ps died of a limit of its own, those that run get the higher one, too."""
 
     incarnation: Incarnation
     spec: JobSpec
@@ -75,6 +75,7 @@ class MasterStarted(Fact, frozen=True, tag="master_started"):
     resizes: bool = False
     lengthens: bool = False
     concludes: bool = False
+    raises: bool = False
 
 
 RULES: Final[dict[str, bool]] = dict.fromkeys(
@@ -92,6 +93,7 @@ RULES: Final[dict[str, bool]] = dict.fromkeys(
         "resizes",
         "lengthens",
         "concludes",
+        "raises",
     ),
     True,
 )
@@ -710,6 +712,17 @@ class StopProcess(Instruction, frozen=True, tag="stop_process"):
     decision: Decision
 
 
+class RaiseMemory(Instruction, frozen=True, tag="raise_memory"):
+    """The agent of ``node`` raises the limit of private memory of this process, as far as its hard limit lets it. A
+    limit that is as high already stays."""
+
+    node: NodeId
+    role: Role
+    slot: Slot
+    incarnation: Incarnation
+    memory_bytes: Whole
+
+
 class PublishPlacement(Instruction, frozen=True, tag="publish_placement"):
     """Tell every worker and ps the new map."""
 
@@ -790,6 +803,7 @@ InstructionType = (
     Reply
     | StartProcess
     | StopProcess
+    | RaiseMemory
     | PublishPlacement
     | PublishGroup
     | ReleaseShards

@@ -50,6 +50,7 @@ class JobRules(msgspec.Struct, frozen=True, kw_only=True):
     resizes: bool = False
     lengthens: bool = False
     concludes: bool = False
+    raises: bool = False
 
 
 class JobState(msgspec.Struct, kw_only=True):

@@ -183,9 +183,11 @@ def _refuse(action: Action, seen: Observations) -> str:
             if not 0 <= servers <= MAX_PS:
                 return f"{servers} ps: must be from 0 (as many as there are) to {MAX_PS}"
             return refuse_workers(count)
-        case Resize(role=role, threads=threads, memory_bytes=memory_bytes):
+        case Resize(role=role, threads=threads, memory_bytes=memory_bytes, running=running):
             if role is Role.PS and not seen.servers:
                 return "this job has no ps"
+            if running and not (role is Role.PS and memory_bytes):
+                return f"running, for {role}: only the memory of ps that run can be raised"
             return refuse_wish(role, threads, memory_bytes)
     return ""
 

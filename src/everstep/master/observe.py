@@ -170,6 +170,7 @@ class Observer:
             optimize=spec.optimize,
             worker_size=brain.concerns.sizes.of(Role.WORKER),
             ps_size=brain.concerns.sizes.of(Role.PS),
+            ps_memory_most=brain.concerns.sizes.most_of_ps(),
             sizes=spec.sizes,
             rest_since=self._rest_since,
             samples_done=self._readings.samples_done(brain, self._watch),

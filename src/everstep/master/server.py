@@ -49,6 +49,7 @@ from everstep.brain.events import (
     ProcessExited,
     PublishGroup,
     PublishPlacement,
+    RaiseMemory,
     Refused,
     ReleaseShards,
     Reply,
@@ -407,6 +408,8 @@ class Master:
             case StopProcess(node, role, slot, incarnation, _, decision):
                 self._order(self._agents.get(node), instruction)
                 self._note(at, f"{role}:{slot}", decision, incarnation=incarnation)
+            case RaiseMemory(node):
+                self._order(self._agents.get(node), instruction)
             case PublishPlacement(placement, decision):
                 broadcast(self._members.values(), instruction)
                 self._note(at, "", decision, version=placement.version)

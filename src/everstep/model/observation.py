@@ -141,4 +141,5 @@ class Observations(msgspec.Struct, frozen=True, kw_only=True):
     max_memory_bytes: int = 0  # of all workers and ps together; 0: any
     worker_size: ProcessSize = ProcessSize()  # that workers get which start from now on (``plan.Resize``)
     ps_size: ProcessSize = ProcessSize()
+    ps_memory_most: int = 0  # bytes that one ps may have on each of their nodes; 0: nobody said
     samples_done: int = 0

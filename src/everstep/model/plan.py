@@ -66,11 +66,12 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="SCAL
 
 class Resize(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="RESIZE"):
     """Says how many threads and how much memory processes of a role get that start from now on. Those that run keep
-    what they have. 0: as before. A plan may have one for each role."""
+    what they have, except for ``running``. 0: as before. A plan may have one for each role."""
 
     role: Role
     threads: int = 0
     memory_bytes: int = 0  # private writable memory of each process
+    running: bool = False  # ps only: those that run get the memory, too, where it is more than they have
 
 
 Action = AdjustBatch | AdjustAccum | AdjustRate | BackupWorkers | KillRestart | MovePartitions | Scale | Resize

@@ -57,6 +57,26 @@ def bound_memory(memory_bytes: int) -> int:
     return bound
 
 
+def raise_limit(pid: int, memory_bytes: int) -> tuple[int, int]:
+    """Have a process that runs have so much private writable memory, or its hard limit if that is lower; a limit is
+    never made lower. Return the bytes of its tightest limit before and now; 0: none, or nobody may know."""
+    before = limit_of_process(pid)
+    for _, kind in _KINDS:
+        with contextlib.suppress(OSError):
+            soft, hard = resource.prlimit(pid, kind)
+            most = memory_bytes if hard == resource.RLIM_INFINITY else min(memory_bytes, hard)
+            if soft != resource.RLIM_INFINITY and soft < most:
+                resource.prlimit(pid, kind, (most, hard))
+    return before, limit_of_process(pid)
+
+
+def is_unbound(pid: int) -> bool:
+    """Return whether a process that was started by this one still has this one's limit of private writable memory."""
+    with contextlib.suppress(OSError):
+        return resource.prlimit(pid, resource.RLIMIT_DATA) == resource.getrlimit(resource.RLIMIT_DATA)
+    return False
+
+
 class MemoryRoom:
     """Reads the limits of this process again and again: they may be changed from outside."""
 

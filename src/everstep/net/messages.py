@@ -20,6 +20,7 @@ from everstep.brain.events import (
     Note,
     PublishGroup,
     PublishPlacement,
+    RaiseMemory,
     ReleaseShards,
     Reported,
     RevokeLease,
@@ -256,6 +257,7 @@ class NewSchedule(Order, frozen=True, tag="new_turn", rename={"schedule": "turn"
 OrderType = (
     StartProcess
     | StopProcess
+    | RaiseMemory
     | PublishPlacement
     | PublishGroup
     | NewSchedule

@@ -1,9 +1,10 @@
-"""Has ``memory``: ps are added, or partitions move, before a ps reaches its limit of memory.
+"""Has ``memory``: ps are added, partitions move, or ps get more memory, before a ps reaches its limit of memory.
 
 At each look the bytes of all tables are one reading of a curve over samples (``sizing.heaps``). Its upper prediction
 says how many bytes of rows each ps will have when another one could have taken over a part, with what a doubling of its
 indexes takes beside. If that is more than the share ``fill`` of what its limit leaves for rows, the policy asks for as
-many ps as hold the tables for three times as long, or moves partitions to ps that have room.
+many ps as hold the tables for three times as long, or moves partitions to ps that have room. Where there can be no
+more ps, and the limit is one of the process, each ps gets more memory, within the bounds of the job and its nodes.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from everstep.config.memory_settings import LEAST_BYTES
 from everstep.ids import PartitionId, Slot
 from everstep.model.decision import Decision
+from everstep.model.member import Role
 from everstep.model.memory_limit import MemoryLimit
 from everstep.model.observation import Observations, ServerSeen
-from everstep.model.plan import MovePartitions, Plan, Scale
+from everstep.model.plan import MovePartitions, Plan, Resize, Scale
+from everstep.policies.process_sizes import RAISED, WORTH
 from everstep.policies.scaling import MAX_PS
 from everstep.sizing.heaps import GrowthCurve, Reading
 from everstep.units import human_bytes
@@ -53,10 +57,14 @@ class GrowthSettings(msgspec.Struct, frozen=True):
     fill: float = 0.85  # of what a limit leaves for rows, beyond which a ps counts as full
     after: float = 0.7  # that rows shall take at most, ``ahead`` times as long from now
     ahead: float = 3.0
+    step: float = 1.25  # times as much memory, at least, that a ps gets where there are no more ps
+    told_s: float = 5.0  # until the readings of a ps have a limit that was raised
 
 
 class GrowthState(msgspec.Struct):
-    """Holds the curve and what was asked for. ``least_ps``: fewer would not hold the tables; 0: unknown."""
+    """Holds the curve and what was asked for. ``least_ps``: fewer would not hold the tables; 0: unknown.
+    ``first_bytes``: the limit of a ps when it was first raised; ``asked_bytes``, ``asked_at``: the last limit that was
+    asked for; 0: none was."""
 
     readings: list[Reading] = []
     at: float = 0.0
@@ -65,6 +73,9 @@ class GrowthState(msgspec.Struct):
     last_words: str = ""
     rate: float = 0.0  # the last samples/s above 0: pushes wait while a ps has no room
     partitions: tuple[int, ...] = ()  # of each ps, at the last look
+    first_bytes: int = 0
+    asked_bytes: int = 0
+    asked_at: float = 0.0
 
 
 class Forecast(NamedTuple):
@@ -79,6 +90,16 @@ class Forecast(NamedTuple):
         if self.used <= 0:
             return 0.0  # whatever fills it, other ps cannot take it over
         return self.used / self.room if self.room > 0 else math.inf
+
+
+class NoMorePs(NamedTuple):
+    """Says why no ps can be added, and what helps."""
+
+    why: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.why}: {self.remedy}"
 
 
 def memory_growth(
@@ -110,17 +131,15 @@ def memory_growth(
     if full.share <= settings.fill or seen.pending or len(seen.servers) != seen.wanted_ps:
         return None, state
     moves = _moves(soon, settings)
-    if wanted <= seen.wanted_ps and moves:
-        return _move(full, moves, lead_s), state
     count = min(max(wanted, seen.wanted_ps + 1), most)
+    no_more_ps = _no_more_ps(seen, full.server, count)
+    if moves and (wanted <= seen.wanted_ps or no_more_ps is not None):
+        return _move(full, moves, lead_s), state
     if wanted <= seen.wanted_ps and state.partitions != before and not _even(seen):
         return None, state  # (partitions are on their way)
-    why = _no_room(seen, full.server, count)
     words = f"{_full_words(full)} in {lead_s:.0f} s"
     if curve is not None:
         words += f", if the tables grow by {human_bytes(curve.slope * rate)} a second as they do now"
-    if why:
-        return _say(state, f"{words}; {why}")
     inputs: dict[str, str | int | float | bool] = {
         "limit": full.server.limit_kind.value,
         "limit_bytes": full.server.limit_bytes,
@@ -130,10 +149,73 @@ def memory_growth(
     }
     if curve is not None:
         inputs |= {"bytes_per_sample": round(curve.slope, 3), "exponent": round(curve.exponent, 3)}
-    reason = f"{words}: {count} ps instead of {seen.wanted_ps}, before it is full"
-    return Plan(
-        actions=(Scale(workers=seen.wanted_workers, ps=count),), decision=Decision("scale", reason, inputs)
-    ), state
+    if no_more_ps is None:
+        reason = f"{words}: {count} ps instead of {seen.wanted_ps}, before it is full"
+        scale = Scale(workers=seen.wanted_workers, ps=count)
+        return Plan(actions=(scale,), decision=Decision("scale", reason, inputs)), state
+    if full.server.limit_kind is not MemoryLimit.PROCESS:
+        return _say(state, f"{words}; {no_more_ps}")
+    return _more_memory(seen, state, settings, full, ahead, Decision("resize", words, inputs), no_more_ps)
+
+
+def _more_memory(
+    seen: Observations,
+    state: GrowthState,
+    settings: GrowthSettings,
+    full: Forecast,
+    growth: float,
+    why: Decision,
+    no_more_ps: NoMorePs,
+) -> tuple[Plan | None, GrowthState]:
+    """Give each ps as much memory as its rows need for a while, where there can be no more ps; or say why not."""
+    now_bytes = full.server.limit_bytes
+    if now_bytes < state.asked_bytes <= seen.ps_size.memory_bytes:
+        if seen.at - state.asked_at <= settings.told_s:
+            return None, state
+        kept = f"{full.server} still has {human_bytes(now_bytes)} although each ps was to get "
+        return _say(state, f"{why.reason}; {no_more_ps}; {kept}{human_bytes(state.asked_bytes)}: see ulimit -Hd")
+    first = state.first_bytes or now_bytes
+    most, bound = _most_memory(seen, first)
+    to = max(LEAST_BYTES[Role.PS], round(settings.step * now_bytes), *_memory_needed(seen, growth, settings.after))
+    to = min(to, most)
+    if to < WORTH * now_bytes:
+        return _say(state, f"{why.reason}; {no_more_ps}; {bound}")
+    state.first_bytes, state.asked_bytes, state.asked_at = first, to, seen.at
+    instead = f"each ps gets {human_bytes(to)} instead of {human_bytes(now_bytes)}, those that run at once"
+    rejected = (str(no_more_ps), "to wait: it would die, and others that are as full with it")
+    decision = Decision(
+        "resize", f"{why.reason}: {no_more_ps.why}, so {instead}", why.inputs | {"memory_bytes": to}, rejected
+    )
+    return Plan(actions=(Resize(role=Role.PS, memory_bytes=to, running=True),), decision=decision), state
+
+
+def _memory_needed(seen: Observations, growth: float, share: float) -> list[int]:
+    """Return the limit of its process that each ps needs, if its rows with its part of ``growth`` more bytes take at
+    most ``share`` of what that leaves for rows."""
+    needed = []
+    for found in forecasts(seen, growth):
+        server = found.server
+        if server.limit_kind is MemoryLimit.PROCESS:
+            own = max(0, server.limit_used_bytes - server.row_bytes)
+            needed.append(math.ceil((found.used / share + own + MOVING) / (1 - MARGIN)))
+    return needed
+
+
+def _most_memory(seen: Observations, first_bytes: int) -> tuple[int, str]:
+    """Return the bytes that each ps may have at most, and in words what bounds them. Without ``max_memory`` a policy
+    goes as far alone as a death would, from ``first_bytes``."""
+    bounds = []
+    if seen.max_memory_bytes:
+        each = max(seen.worker_size.memory_bytes, max((w.rss_bytes for w in seen.workers), default=0))
+        left = max(0, seen.max_memory_bytes - seen.wanted_workers * each) // max(1, seen.wanted_ps)
+        bounds.append((left, f"--max-memory leaves each ps {human_bytes(left)}: raise it"))
+    else:
+        most = round(RAISED * first_bytes)
+        bounds.append((most, f"each ps has got {RAISED:g} times what it had: give --max-memory, or everstep resize"))
+    if seen.ps_memory_most:
+        has = human_bytes(seen.ps_memory_most)
+        bounds.append((seen.ps_memory_most, f"no more than {has} may be had by one ps where they are: ulimit -Hd"))
+    return min(bounds, key=lambda bound: bound[0])
 
 
 def room_of(server: ServerSeen) -> float:
@@ -273,17 +355,17 @@ def _full_words(full: Forecast) -> str:
     return f"{full.server} would have {human_bytes(full.used)} of rows, and {limit} leaves {human_bytes(full.room)},"
 
 
-def _no_room(seen: Observations, server: ServerSeen, count: int) -> str:
-    """Return why no ps can be added, and what helps; "": one can."""
+def _no_more_ps(seen: Observations, server: ServerSeen, count: int) -> NoMorePs | None:
+    """Return why no ps can be added, and what helps; None: one can."""
     if count <= seen.wanted_ps:
-        return f"there may be no more than {seen.wanted_ps} ps: raise --max-ps"
+        return NoMorePs(f"there may be no more than {seen.wanted_ps} ps", "raise --max-ps")
     if not seen.ps_places:
-        return "no node would take another ps: add a node, or raise the limit"
+        return NoMorePs("no node would take another ps", "add a node, or raise the limit")
     if server.limit_kind is MemoryLimit.CONTAINER and all(node == server.node for node in seen.ps_places):
-        return f"another ps on {server.node} would share that limit: raise it, or add a node"
+        return NoMorePs(f"another ps on {server.node} would share that limit", "raise it, or add a node")
     if seen.max_memory_bytes and _resident(seen, count) > seen.max_memory_bytes:
-        return f"{count} ps would bring the job above --max-memory: raise it"
-    return ""
+        return NoMorePs(f"{count} ps would bring the job above --max-memory", "raise it")
+    return None
 
 
 def _resident(seen: Observations, ps: int) -> float:

@@ -127,8 +127,9 @@ class PlanConcern(Concern):
                 return self.concerns.processes.scale_workers(count, event.at)
             case Scale(workers=count, ps=servers):
                 return self.concerns.processes.scale({Role.WORKER: count, Role.PS: servers}, event.at)
-            case Resize(role=role):
-                return self.concerns.sizes.resize(wishes([action]), f"by plan {self.state.control.version}")
+            case Resize(role=role, running=running):
+                out = self.concerns.sizes.resize(wishes([action]), f"by plan {self.state.control.version}")
+                return [*out, *(self.concerns.sizes.raise_running() if running else [])]
             case BackupWorkers(backup=backup):
                 self.state.control.backup = backup  # from the next step on: see brain.step_scheduler
                 return []

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from everstep.brain.concerns.concern import OK, Concern, Handlers, Inputs, Out
-from everstep.brain.events import Event, Note, Refused, Reply, ResizeAsked
+from everstep.brain.events import Event, Note, RaiseMemory, Refused, Reply, ResizeAsked
 from everstep.brain.members import SlotRecord
 from everstep.model.decision import Decision
-from everstep.model.member import Role
+from everstep.model.member import MemberState, Role
 from everstep.model.memory_limit import MemoryLimit, OutOfMemory
 from everstep.model.process_size import ProcessSize
 from everstep.model.words import limit_remedy, limit_words
@@ -66,6 +66,19 @@ class SizeConcern(Concern):
             out.append(Note("", Decision("resize", words, inputs)))
         return out
 
+    def most_of_ps(self) -> int:
+        """Return the bytes that each ps may have where it is; 0: no node has told."""
+        nodes = {r.member.node for r in self.members.servers.values() if r.running}
+        return min((n.bytes for n in self._nodes() if n.node in nodes and n.bytes), default=0)
+
+    def raise_running(self, dead: SlotRecord | None = None) -> Out:
+        """Have each ps that runs get what the next one gets. ``dead``: has just ended."""
+        memory_bytes = self.of(Role.PS).memory_bytes
+        up = (MemberState.ALIVE, MemberState.SUSPECT)
+        records = [r for _, r in sorted(self.members.servers.items()) if r is not dead and r.member.state in up]
+        members = [record.member for record in records]
+        return [RaiseMemory(m.node, m.role, m.slot, m.incarnation, memory_bytes) for m in members if memory_bytes]
+
     def after_death(self, record: SlotRecord, died: OutOfMemory) -> Out:
         """Give the next processes of a role more memory, once, after one died of a limit of its own."""
         job, role = self.job, record.member.role
@@ -81,7 +94,7 @@ class SizeConcern(Concern):
             return [Note(key, Decision("same memory", words, inputs))]
         if size.memory_bytes > died.limit_bytes > 0:
             words = f"it had {human_bytes(died.limit_bytes)}; the next one gets {human_bytes(size.memory_bytes)}"
-            return [Note(key, Decision("more memory", words, inputs))]
+            return [Note(key, Decision("more memory", words, inputs)), *self._others(record)]
         if role in job.raised:
             words = f"each {role} has got more once ({human_bytes(size.memory_bytes)}): everstep resize gives more"
             return [Note(key, Decision("same memory", words, inputs))]
@@ -97,10 +110,17 @@ class SizeConcern(Concern):
         job.raised.append(role)
         job.sizes[role] = size.with_wish(ProcessSize(0, found.memory_bytes))
         words = f"it died of {human_bytes(died.limit_bytes)}: each {role} that starts from now on gets "
-        words += f"{human_bytes(found.memory_bytes)} ({found.why}); this is done once"
+        others_too = self._others(record)
+        words += f"{human_bytes(found.memory_bytes)} ({found.why})"
+        words += ", and those that run get it at once" if others_too else ""
+        words += "; this is done once"
         inputs |= {"role": role.value, "memory_bytes": found.memory_bytes}
         rejected = ("the same memory again: it would die of it again",)
-        return [Note(key, Decision("more memory", words, inputs, rejected))]
+        return [Note(key, Decision("more memory", words, inputs, rejected)), *others_too]
+
+    def _others(self, dead: SlotRecord) -> Out:
+        """Give the other ps what the next one gets: they are as full as the one that died."""
+        return self.raise_running(dead) if dead.member.role is Role.PS and self.job.rules.raises else []
 
     def _counts(self) -> dict[Role, int]:
         return {Role.WORKER: self.job.workers_wanted, Role.PS: self.job.ps_wanted}
