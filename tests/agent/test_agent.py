@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 import threading
@@ -20,6 +21,7 @@ from everstep.brain.events import (
     FinishJob,
     Ok,
     ProcessExited,
+    RaiseMemory,
     Refused,
     StartProcess,
     StopAsked,
@@ -32,6 +34,7 @@ from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.decision import Decision
 from everstep.model.member import Role
 from everstep.model.notice import Notice
+from everstep.model.process_size import ProcessSize
 from everstep.net.messages import RequestType
 from everstep.platforms.local import ended
 from everstep.platforms.notices import Change
@@ -347,6 +350,39 @@ def test_a_node_that_is_reclaimed_is_emptied_before_it_leaves(tmp_path: Path, mo
 
     outcome = stage.run(play)
     assert outcome.exit_code == 143 and any("emptied" in line for line in stage.said)
+
+
+BINDS_LATE = """
+import pathlib, resource, time
+while not pathlib.Path({go!r}).exists(): time.sleep(0.01)
+resource.setrlimit(resource.RLIMIT_DATA, (300 << 20, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+time.sleep(600)
+"""
+
+
+def test_a_ps_that_runs_gets_more_memory_also_if_it_has_just_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mb = 1 << 20
+    stage = Stage(tmp_path, monkeypatch)
+    stage.code["everstep.ps"] = BINDS_LATE.format(go=str(tmp_path / "go"))
+
+    def limit(pid: int) -> int:
+        return resource.prlimit(pid, resource.RLIMIT_DATA)[0]
+
+    def play() -> None:
+        stage.agent.on_order(StartProcess(NODE, Role.PS, Slot(0), Incarnation(1), WHY, size=ProcessSize(0, 300 * mb)))
+        pid = stage.pid(Role.PS, 1)
+        for incarnation, size in ((2, 900), (1, 700)):  # (the first is of another life)
+            stage.agent.on_order(RaiseMemory(NODE, Role.PS, Slot(0), Incarnation(incarnation), size * mb))
+        (tmp_path / "go").touch()
+        until(lambda: limit(pid) == 700 * mb)
+        stage.agent.on_order(RaiseMemory(NODE, Role.PS, Slot(0), Incarnation(1), 600 * mb))
+        stage.agent.on_order(RaiseMemory(NODE, Role.PS, Slot(0), Incarnation(1), 800 * mb))
+        until(lambda: limit(pid) == 800 * mb)
+        assert stage.agent._running[(Role.PS, Slot(0))].size == ProcessSize(0, 800 * mb)
+
+    stage.run(play)
 
 
 def _going(stage: Stage, lead_s: float, over: bool = False) -> None:

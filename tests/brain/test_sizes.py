@@ -11,9 +11,11 @@ from everstep.brain.brain import Brain
 from everstep.brain.events import (
     RULES,
     Event,
+    Fenced,
     InstructionType,
     MasterStarted,
     MemberJoined,
+    MemoryShort,
     NodeJoined,
     Note,
     Ok,
@@ -24,6 +26,7 @@ from everstep.brain.events import (
     Reply,
     ResizeAsked,
     StartProcess,
+    by_ps,
 )
 from everstep.brain.policy_control import refuse
 from everstep.config.spec import JobSpec
@@ -196,6 +199,41 @@ def test_those_that_run_get_what_was_asked_for_by_hand_when_one_dies_of_less() -
     t = Told(ps_memory="1GiB", parity="1+1")
     assert t.ask(ps=(0, 3 * GB)) == Ok() and raised(t.more) == {}, "a person names the next ones only"
     assert raised(t.dies(Role.PS, slot=1)) == {"ps:0 #1": 3 * GB}
+
+
+def short(t: Told, slot: int = 0, limit: int = GB, incarnation: int = 1) -> list[InstructionType]:
+    t.at += 1.0
+    out = t.brain.handle(Event(t.at, MemoryShort(limit, limit - 1), by_ps(Slot(slot), Incarnation(incarnation))))
+    t.brain.validate()
+    return out
+
+
+def test_a_ps_that_has_almost_reached_its_limit_gets_more_once_and_so_do_those_that_are_as_full() -> None:
+    t = Told(ps_memory="1GiB", parity="1+1")
+    first = short(t, slot=1)
+    assert raised(first) == {"ps:0 #1": 2 * GB, "ps:1 #1": 2 * GB} and not started(first)
+    (line,) = said(first, "more memory")
+    assert line.startswith("it has almost reached the limit of its process (1.0 GiB): each ps that starts from now on ")
+    assert "those that run get it at once; this is done once" in line
+    other = short(t, slot=0)
+    assert said(other, "more memory") == [
+        "it has almost reached the limit of its process (1.0 GiB): it gets 2.0 GiB, as each ps that starts does"
+    ]
+    again = short(t, slot=0, limit=2 * GB)
+    assert not raised(again) and "each ps has got more once" in said(again, "same memory")[0]
+    died = t.dies(Role.PS, limit=2 * GB)
+    assert not raised(died) and "has got more once" in said(died, "same memory")[0]
+    assert t.brain.job.sizes[Role.PS] == ProcessSize(0, 2 * GB)
+
+
+def test_what_is_asked_for_ahead_is_bounded_and_only_those_that_run_ask() -> None:
+    t = Told(ps_memory="1GiB", max_memory="2GiB")
+    out = short(t)
+    assert not raised(out) and "max_memory 2GiB leaves each no more" in said(out, "same memory")[0]
+    (reply,) = short(Told(ps_memory="1GiB"), incarnation=2)
+    assert isinstance(reply, Reply) and isinstance(reply.answer, Fenced)
+    before = Told(rules={**RULES, "raises": False}, ps_memory="1GiB")
+    assert short(before) == [Reply(Ok())]
 
 
 def test_ps_that_are_not_there_are_not_raised() -> None:

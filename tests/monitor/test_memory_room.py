@@ -13,7 +13,14 @@ import pytest
 
 from everstep.model.memory_limit import LIMITS, MemoryLimit
 from everstep.monitor.cgroup_memory import MemoryGroup
-from everstep.monitor.memory_room import MemoryRoom, limit_of_process, memory_of_node, parse_process_bytes
+from everstep.monitor.memory_room import (
+    MemoryRoom,
+    is_unbound,
+    limit_of_process,
+    memory_of_node,
+    parse_process_bytes,
+    raise_limit,
+)
 
 STATUS = "Name:\tpython3\nVmPeak:\t  600000 kB\nVmSize:\t  599660 kB\nVmRSS:\t   42208 kB\nVmData:\t  149772 kB\n"
 
@@ -62,6 +69,28 @@ def test_the_limit_of_a_process_that_has_ended_is_still_known() -> None:
         os.close(fd)
         child.wait()
     assert limit_of_process(child.pid) == 0, "it is gone"
+
+
+def test_a_limit_of_a_process_that_runs_is_raised_up_to_its_hard_one_and_never_made_lower() -> None:
+    mb = 1 << 20
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert child.stdin is not None
+    try:
+        assert is_unbound(child.pid)
+        assert raise_limit(child.pid, 300 * mb) == (0, 0), "it has none"
+        resource.prlimit(child.pid, resource.RLIMIT_DATA, (300 * mb, 900 * mb))
+        resource.prlimit(child.pid, resource.RLIMIT_AS, (400 * mb, resource.RLIM_INFINITY))
+        assert not is_unbound(child.pid)
+        assert raise_limit(child.pid, 350 * mb) == (300 * mb, 350 * mb)
+        assert resource.prlimit(child.pid, resource.RLIMIT_AS)[0] == 400 * mb
+        assert raise_limit(child.pid, 200 * mb) == (350 * mb, 350 * mb)
+        assert raise_limit(child.pid, 2000 * mb) == (350 * mb, 900 * mb)
+        assert resource.prlimit(child.pid, resource.RLIMIT_DATA) == (900 * mb, 900 * mb)
+        assert resource.prlimit(child.pid, resource.RLIMIT_AS)[0] == 2000 * mb, "it would come first"
+    finally:
+        child.stdin.close()
+        child.wait()
+    assert raise_limit(child.pid, 300 * mb) == (0, 0), "it is gone"
 
 
 def test_what_one_process_may_have_on_this_node(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from everstep.model.memory_limit import LIMITS, MemoryLimit
 from everstep.policies.memory_growth import MOVING
-from everstep.ps.memory_gate import HOLD_S, SHARED_BYTES, MemoryGate, reserve_of
+from everstep.ps.memory_gate import ASKED_S, HOLD_S, SHARED_BYTES, MemoryGate, reserve_of
 
 LIMIT = 10 * MOVING
 
@@ -18,11 +18,12 @@ class Memory:
 
     def __init__(self) -> None:
         self.at, self.left, self.looks, self.kind = 0.0, float(LIMIT), 0, MemoryLimit.PROCESS
+        self.limit = LIMIT
 
     def read(self) -> dict[str, float]:
         self.looks += 1
         kind = float(LIMITS.index(self.kind))
-        return {"limit_bytes": float(LIMIT), "limit_used_bytes": LIMIT - self.left, "limit_kind": kind}
+        return {"limit_bytes": float(self.limit), "limit_used_bytes": self.limit - self.left, "limit_kind": kind}
 
     def now(self) -> float:
         return self.at
@@ -83,3 +84,32 @@ def test_what_is_kept_free_depends_on_the_limit() -> None:
     assert reserve_of(MemoryLimit.PROCESS, 1e9) == MOVING
     assert reserve_of(MemoryLimit.STORE, 1e8) == pytest.approx(3e6)
     assert reserve_of(MemoryLimit.CONTAINER, 1e11) == SHARED_BYTES
+
+
+def test_without_a_policy_pushes_wait_a_moment_for_a_higher_limit_and_once_for_each_height(memory: Memory) -> None:
+    asked: list[tuple[int, int]] = []
+    gate = MemoryGate(memory.read, memory.now, lambda limit, used: asked.append((limit, used)))
+    assert gate.admits() and not asked
+    memory.at, memory.left = 1.0, MOVING - 1.0
+    assert not gate.admits()
+    assert asked == [(LIMIT, LIMIT - MOVING + 1)]
+    memory.at = 1.0 + 0.9 * ASKED_S
+    assert not gate.admits() and len(asked) == 1
+    memory.at = 1.0 + ASKED_S + 0.1
+    assert gate.admits(), "nobody gave any: it takes what there is"
+    memory.at, memory.left = 20.0, float(LIMIT)
+    assert gate.admits()
+    memory.at, memory.left = 30.0, 1e6
+    assert gate.admits() and len(asked) == 1, "this limit was asked for"
+    memory.at, memory.limit, memory.left = 40.0, 2 * LIMIT, MOVING - 1.0
+    assert not gate.admits() and asked[1][0] == 2 * LIMIT
+    memory.at, memory.left = 40.5, float(LIMIT)
+    assert gate.admits(), "there is room again"
+
+
+@pytest.mark.parametrize("kind", [MemoryLimit.STORE, MemoryLimit.CONTAINER, MemoryLimit.MACHINE])
+def test_limits_that_are_not_of_the_process_are_not_asked_for(memory: Memory, kind: MemoryLimit) -> None:
+    asked: list[int] = []
+    gate = MemoryGate(memory.read, memory.now, lambda limit, used: asked.append(limit))
+    memory.kind, memory.left = kind, 1.0
+    assert gate.admits() and not asked

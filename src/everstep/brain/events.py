@@ -58,7 +58,8 @@ class MasterStarted(Fact, frozen=True, tag="master_started"):
     the next ones of its role get more memory, once. ``lengthens``, likewise: a job that was suspended before it trained
     waits longer the next time. ``concludes``, likewise: a ps that was told to end before it began has left when its
     agent does not know it; a job whose last checkpoint is given up as a ps is lost ends without it, or is not
-    suspended. ``raises``, likewise: if a ps died of a limit of its own, those that run get the higher one, too."""
+    suspended. ``raises``, likewise: a ps that has almost reached a limit of its own gets more memory, once, and so
+    do those that run, also after a death."""
 
     incarnation: Incarnation
     spec: JobSpec
@@ -169,6 +170,14 @@ class LoadFailed(Fact, frozen=True, tag="load_failed"):
     partition: PartitionId
     checkpoint: Whole
     error: str
+
+
+class MemoryShort(Fact, frozen=True, tag="memory_short"):
+    """A ps has almost reached the limit of memory of its process; its pushes wait for a moment for a higher one.
+    Answer: Ok | Fenced."""
+
+    limit_bytes: Whole
+    used_bytes: Whole
 
 
 class SnapshotsWritten(Fact, frozen=True, tag="images_written"):
@@ -514,6 +523,7 @@ Reported = (
     | MirrorsReady
     | PartitionsReady
     | LoadFailed
+    | MemoryShort
     | SnapshotsWritten
     | ReplicaWritten
     | CheckpointAsked

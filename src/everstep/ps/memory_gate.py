@@ -1,7 +1,8 @@
 """Has pushes wait while a ps has almost no memory left and other ps will take a part of its partitions.
 
 A new ps takes seconds to start. Tables may grow by more than the room that is left in that time. So a job whose policy
-makes room (``memory``, ``auto``) waits for it: rows are new only in pushes.
+makes room (``memory``, ``auto``) waits for it: rows are new only in pushes. In other jobs a ps asks for a higher limit
+of its process, and waits for that for a moment.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from everstep.units import human_bytes
 
 HOLD_S: Final = 120.0
 """If nobody has made room for so long, nobody will: pushes go on until there is none."""
+
+ASKED_S: Final = 3.0
+"""So long a ps waits for a higher limit that it asked for; after that it takes what there is."""
 
 SHARED_BYTES: Final = 64_000_000
 """What is kept free, at most, of a limit that counts resident memory."""
@@ -38,10 +42,18 @@ def reserve_of(kind: MemoryLimit, limit_bytes: float) -> float:
 
 
 class MemoryGate:
-    """Admits pushes; thread-safe. ``read()``: the readings of ``monitor.memory_room``, {} if there is no limit."""
+    """Admits pushes; thread-safe. ``read()``: the readings of ``monitor.memory_room``, {} if there is no limit.
+    ``ask(limit_bytes, used_bytes)``: asks for a higher limit of the process, without waiting. Pushes wait once for each
+    height of that limit, and not for other limits. None: a policy makes room."""
 
-    def __init__(self, read: Callable[[], Mapping[str, float]], now: Callable[[], float] = time.monotonic) -> None:
-        self._read, self._now = read, now
+    def __init__(
+        self,
+        read: Callable[[], Mapping[str, float]],
+        now: Callable[[], float] = time.monotonic,
+        ask: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self._read, self._now, self._ask = read, now, ask
+        self._asked_bytes = 0.0  # the highest limit for which there was a wait
         self._lock = threading.Lock()
         self._look_at = 0.0
         self._full = False
@@ -77,7 +89,9 @@ class MemoryGate:
         reserve = reserve_of(kind, found["limit_bytes"]) if found else 0.0
         self._full = bool(found) and room < reserve
         self._look_at = at + (_NEAR_LOOK_S if found and room < 4 * reserve else _LOOK_S)
-        if not self._full:
+        if self._ask is not None:
+            self._full = self._full and self._waits_for(self._ask, found, at)
+        elif not self._full:
             self._since, self._gave_up = -1.0, False
         elif self._since < 0:
             self._since = at
@@ -86,3 +100,13 @@ class MemoryGate:
             self._gave_up = True
             words = "no room was made; pushes go on until there is none"
             self._limit.warning(f"{human_bytes(room)} of memory are left after {HOLD_S:.0f} s: {words}")
+
+    def _waits_for(self, ask: Callable[[int, int], None], found: Mapping[str, float], at: float) -> bool:
+        """Return whether pushes of a full ps wait for a higher limit of its process. Ask for it first."""
+        limit = found["limit_bytes"]
+        if LIMITS[int(found["limit_kind"])] is not MemoryLimit.PROCESS:
+            return False
+        if limit > self._asked_bytes:
+            self._asked_bytes, self._since = limit, at
+            ask(int(limit), int(found["limit_used_bytes"]))
+        return at - self._since <= ASKED_S

@@ -26,6 +26,7 @@ from everstep.brain.events import (
     FinishJob,
     LoadFailed,
     MemberJoined,
+    MemoryShort,
     MirrorsReady,
     PartitionsReady,
     PublishPlacement,
@@ -148,11 +149,16 @@ class PsProcess:
         self._reporter.start()
 
     def _bound_memory(self, spec: JobSpec) -> None:
-        """Have pushes wait for room where a policy makes some, and end at once if there is no memory at all."""
+        """Have pushes wait for room where a policy makes some, else for a higher limit for a moment. End at once if
+        there is no memory at all."""
         self.service.mirrors.on_memory = _end_for_memory
         evicts = bool(spec.ps_limit_bytes) and spec.on_full == "evict"
-        if not evicts and not MAKES_ROOM.isdisjoint(spec.policy.split("+")):
-            self.service.memory_gate = MemoryGate(self._limit_readings)
+        if not MAKES_ROOM.isdisjoint(spec.policy.split("+")):
+            self.service.memory_gate = MemoryGate(self._limit_readings) if not evicts else None
+        else:
+            self.service.memory_gate = MemoryGate(
+                self._limit_readings, ask=lambda limit, used: self._tell(MemoryShort(limit, used))
+            )
 
     def _limit_readings(self) -> dict[str, float]:
         store = self.service.store
@@ -342,7 +348,7 @@ class PsProcess:
                 wait=self._over.wait,
             )
 
-    def _tell(self, request: MirrorsReady | PartitionsReady | SnapshotsWritten) -> None:
+    def _tell(self, request: MirrorsReady | PartitionsReady | SnapshotsWritten | MemoryShort) -> None:
         """Tell the master without waiting; what is lost is said again after the next hello."""
         with contextlib.suppress(EverstepError):
             self.control.submit(request, _TELL_S)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from everstep.brain.concerns.concern import OK, Concern, Handlers, Inputs, Out
-from everstep.brain.events import Event, Note, RaiseMemory, Refused, Reply, ResizeAsked
+from everstep.brain.events import Event, Fenced, MemoryShort, Note, RaiseMemory, Refused, Reply, ResizeAsked
 from everstep.brain.members import SlotRecord
 from everstep.model.decision import Decision
 from everstep.model.member import MemberState, Role
@@ -22,7 +22,7 @@ class SizeConcern(Concern):
     __slots__ = ()
 
     def handlers(self) -> Handlers:
-        return {ResizeAsked: self._resize_asked}
+        return {ResizeAsked: self._resize_asked, MemoryShort: self._memory_short}
 
     def of(self, role: Role) -> ProcessSize:
         """Return what a process of this role gets that starts now."""
@@ -94,33 +94,53 @@ class SizeConcern(Concern):
             return [Note(key, Decision("same memory", words, inputs))]
         if size.memory_bytes > died.limit_bytes > 0:
             words = f"it had {human_bytes(died.limit_bytes)}; the next one gets {human_bytes(size.memory_bytes)}"
-            return [Note(key, Decision("more memory", words, inputs)), *self._others(record)]
+            others = self.raise_running(record) if role is Role.PS and job.rules.raises else []
+            return [Note(key, Decision("more memory", words, inputs)), *others]
         if role in job.raised:
             words = f"each {role} has got more once ({human_bytes(size.memory_bytes)}): everstep resize gives more"
             return [Note(key, Decision("same memory", words, inputs))]
         if not died.limit_bytes:
             words = f"nobody knows how high {limit_words(died)} is: {limit_remedy(died.limit)}"
             return [Note(key, Decision("same memory", words, inputs))]
+        return self._raise_role(record, died.limit_bytes, f"it died of {human_bytes(died.limit_bytes)}", inputs, record)
+
+    def _memory_short(self, e: MemoryShort, event: Event) -> Out:
+        """Give all ps more memory, once, before one dies of its limit: others may be as full."""
+        job, record = self.job, self.members.current(Role.PS, event.slot, event.incarnation)
+        if record is None:
+            return [Reply(Fenced(f"ps:{event.slot} #{event.incarnation} was replaced"))]
+        if job.over or not job.rules.raises or not e.limit_bytes:
+            return [OK]
+        size, key = self.of(Role.PS), str(record.member.key)
+        has = f"it has almost reached the limit of its process ({human_bytes(e.limit_bytes)})"
+        inputs: Inputs = {"limit_bytes": e.limit_bytes, "used_bytes": e.used_bytes, "memory_bytes": size.memory_bytes}
+        if size.memory_bytes > e.limit_bytes:
+            words = f"{has}: it gets {human_bytes(size.memory_bytes)}, as each ps that starts does"
+            return [OK, Note(key, Decision("more memory", words, inputs)), *self.raise_running()]
+        if Role.PS in job.raised:
+            words = f"{has}: each ps has got more once: have more ps (everstep scale), or restart it with more"
+            return [OK, Note(key, Decision("same memory", words, inputs))]
+        return [OK, *self._raise_role(record, e.limit_bytes, has, inputs)]
+
+    def _raise_role(
+        self, record: SlotRecord, limit_bytes: int, why: str, inputs: Inputs, dead: SlotRecord | None = None
+    ) -> Out:
+        """Give the processes of a role more memory, once; ``limit_bytes``: was too little for this one."""
+        job, role, key = self.job, record.member.role, str(record.member.key)
         counts = self._counts()
         others = sum(counts[r] * s.memory_bytes for r, s in job.sizes.items() if r is not role)
-        found = raised_memory(job.spec, role, died.limit_bytes, others, counts[role], self._node_of(record))
+        found = raised_memory(job.spec, role, limit_bytes, others, counts[role], self._node_of(record))
         if not found.memory_bytes:
-            words = f"{human_bytes(died.limit_bytes)}: {found.why}"
-            return [Note(key, Decision("same memory", words, inputs))]
+            return [Note(key, Decision("same memory", f"{human_bytes(limit_bytes)}: {found.why}", inputs))]
         job.raised.append(role)
-        job.sizes[role] = size.with_wish(ProcessSize(0, found.memory_bytes))
-        words = f"it died of {human_bytes(died.limit_bytes)}: each {role} that starts from now on gets "
-        others_too = self._others(record)
-        words += f"{human_bytes(found.memory_bytes)} ({found.why})"
+        job.sizes[role] = self.of(role).with_wish(ProcessSize(0, found.memory_bytes))
+        others_too = self.raise_running(dead) if role is Role.PS and job.rules.raises else []
+        words = f"{why}: each {role} that starts from now on gets {human_bytes(found.memory_bytes)} ({found.why})"
         words += ", and those that run get it at once" if others_too else ""
         words += "; this is done once"
-        inputs |= {"role": role.value, "memory_bytes": found.memory_bytes}
+        inputs = inputs | {"role": role.value, "memory_bytes": found.memory_bytes}
         rejected = ("the same memory again: it would die of it again",)
         return [Note(key, Decision("more memory", words, inputs, rejected)), *others_too]
-
-    def _others(self, dead: SlotRecord) -> Out:
-        """Give the other ps what the next one gets: they are as full as the one that died."""
-        return self.raise_running(dead) if dead.member.role is Role.PS and self.job.rules.raises else []
 
     def _counts(self) -> dict[Role, int]:
         return {Role.WORKER: self.job.workers_wanted, Role.PS: self.job.ps_wanted}
