@@ -96,11 +96,12 @@ class Run:
         """What the job was slow for has happened: from now on its script does not pause."""
         self._hurry.touch()
 
-    def start(self, *flags: str, under: tuple[str, ...] = ()) -> Run:
+    def start(self, *flags: str, under: tuple[str, ...] = (), args: tuple[str, ...] = ()) -> Run:
+        """``args``: of the script."""
         argv = [*under, sys.executable, "-m", "everstep.cli", "run", "--run-dir", str(self.run_dir), *flags]
         with self.out.open("wb") as out:
             self.popen = subprocess.Popen(
-                [*argv, str(self.script)], stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=self.folder
+                [*argv, str(self.script), *args], stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=self.folder
             )
         return self
 
