@@ -101,6 +101,22 @@ def test_it_begins_with_more_ps_than_those_that_died_of_their_memory(
     assert with_sizes(flags(script, max_ps=3, ps_memory="128MiB"))[0]["ps"] == 3, "within its bounds"
 
 
+def test_a_job_of_another_parity_that_ended_well_teaches_its_memory_too(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No size follows from it for this parity; that its ps died once of 256 MiB does."""
+    monkeypatch.setenv("EVERSTEP_HISTORY", str(tmp_path / "h.sqlite"))
+    JobHistory(tmp_path / "h.sqlite").add(
+        PastJob(
+            at=1.0, name="train", script="train.py", script_id=script_digest(script), args_id=args_digest(()),
+            mode="ps", workers=1, ps=2, parity="1+1", phase="done", samples=100, training_s=1.0, samples_per_s=100.0,
+            too_small={"ps": 256 << 20}, memory={"ps": 512 << 20},
+        )
+    )  # fmt: skip
+    found, said = with_sizes(flags(script, max_ps=8, ps_memory="256MiB"))
+    assert found["ps"] == 4 and "(by the history: job 1: a ps died of 256.0 MiB of memory (2 ps)" in said
+
+
 def test_a_history_that_cannot_be_used_is_said(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "h.sqlite").write_bytes(b"no database at all" * 100)
     monkeypatch.setenv("EVERSTEP_HISTORY", str(tmp_path / "h.sqlite"))

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from local_jobs import Run
 
+from everstep.cli.auto_size import with_sizes
 from everstep.model.member import Role
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(500)]
@@ -117,3 +118,8 @@ def test_a_ps_that_died_of_its_limit_comes_back_with_more_and_the_history_knows_
     _, out = run.everstep("history", "show", "--json")
     (job,) = json.loads(out)
     assert job["too_small"]["ps"] >= 200 * MB and job["memory"] == {"ps": 400 * MB}, out
+    monkeypatch.chdir(tmp_path)
+    found, said = with_sizes(
+        {"script": str(run.script), "args": size, "workers": 1, "ps": "auto", "max_ps": 8, "ps_memory": "200MiB"}
+    )
+    assert found["ps"] >= 4 and "a ps died of" in said, said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -93,14 +94,16 @@ def _from_history(
         similar, lessons, trouble = earlier_jobs(script, *like)
         found = {"workers": 1, "ps": 1}
         source = trouble or "no earlier job says more"
-        if similar:
-            _, sizing = from_history(script, similar, estimate, wishes, trouble)
-            found = {"workers": sizing.size.workers, "ps": max(1, sizing.size.ps)}
-            source = f"by the history: {', '.join(f'job {one.kept.number}' for one in similar[:3])}"
+        by_history = ""
+        with contextlib.suppress(EverstepError):  # (none is of this parity: what they taught of memory counts anyway)
+            if similar:
+                _, sizing = from_history(script, similar, estimate, wishes, trouble)
+                found = {"workers": sizing.size.workers, "ps": max(1, sizing.size.ps)}
+                by_history = source = f"by the history: {', '.join(f'job {one.kept.number}' for one in similar[:3])}"
         for lesson in lessons:
             if lesson.role == "ps" and "ps" in asked:
                 found["ps"] = max(found["ps"], _ps_for(lesson, str(flags.get("ps_memory") or "")))
-                source = f"{source}; {lesson.words}" if similar else f"by the history: {lesson.words}"
+                source = f"{by_history}; {lesson.words}" if by_history else f"by the history: {lesson.words}"
     except EverstepError:
         return None  # (what is wrong with the flags themselves is said when the job's settings are checked)
     return found, source

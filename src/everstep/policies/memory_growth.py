@@ -58,7 +58,7 @@ class GrowthSettings(msgspec.Struct, frozen=True):
     after: float = 0.7  # that rows shall take at most, ``ahead`` times as long from now
     ahead: float = 3.0
     step: float = 1.25  # times as much memory, at least, that a ps gets where there are no more ps
-    told_s: float = 5.0  # until the readings of a ps have a limit that was raised
+    reported_s: float = 5.0  # until the readings of a ps have a limit that was raised
 
 
 class GrowthState(msgspec.Struct):
@@ -170,7 +170,7 @@ def _more_memory(
     """Give each ps as much memory as its rows need for a while, where there can be no more ps; or say why not."""
     now_bytes = full.server.limit_bytes
     if now_bytes < state.asked_bytes <= seen.ps_size.memory_bytes:
-        if seen.at - state.asked_at <= settings.told_s:
+        if seen.at - state.asked_at <= settings.reported_s:
             return None, state
         kept = f"{full.server} still has {human_bytes(now_bytes)} although each ps was to get "
         return _say(state, f"{why.reason}; {no_more_ps}; {kept}{human_bytes(state.asked_bytes)}: see ulimit -Hd")
