@@ -318,6 +318,46 @@ def test_first_rows_are_with_the_mirrors_whatever_pushes_wait_for(
         assert c.ps[m.at].service.store.mirror_marks(m.id, partition)[32:] == owner.marks(partition)[32:]
 
 
+def test_pushes_wait_for_a_mirror_that_cannot_follow(cluster: Callable[..., Cluster]) -> None:
+    """They wait once the bound is reached, the wait is counted, and none is lost."""
+    c, twin = cluster(2, lag_s=0.1), cluster(2)
+    for b in range(0, B, 2):
+        c.mirror([b], 1)
+    for made in (c, twin):
+        made.begin()
+    until(c.mirrored)
+    owner, mirror = c.ps[Slot(0)].service.mirrors, c.ps[Slot(1)].service.mirrors
+    assert owner.lag is not None
+    owner.lag.bound_s = 0.5
+    follows, append = threading.Event(), mirror.append
+
+    def slow(*asked: Any) -> Any:
+        assert follows.wait(PATIENCE_S)
+        return append(*asked)
+
+    mirror.append = slow  # type: ignore[method-assign]
+    pusher = threading.Thread(target=c.push, args=(20,), daemon=True)
+    try:
+        c.push()
+        until(lambda: bool(owner.lag and owner.lag.late))
+        pusher.start()
+        until(lambda: owner.push_waits.waiting > 0)
+        assert owner.lag.behind_s > 0.5
+        applied = c.ps[Slot(0)].service.store.stats().pushes
+        time.sleep(0.5)
+        assert c.ps[Slot(0)].service.store.stats().pushes == applied
+        assert owner.push_waits.total_s > 0.4
+    finally:
+        follows.set()
+    pusher.join(PATIENCE_S)
+    assert not pusher.is_alive()
+    until(c.whole)
+    assert owner.lag.advance()[0] == owner.lag.advance()[1] and not owner.lag.late and not owner.push_waits.waiting
+    c.check_mirrors()
+    twin.push(21)
+    assert [c.contents(b) for b in range(B)] == [twin.contents(b) for b in range(B)]
+
+
 def test_a_ps_that_is_lost_within_the_lag(cluster: Callable[..., Cluster]) -> None:
     """Its partitions are as they were when their mirrors were told last; the rest is pushed once more."""
     c, twin = cluster(3, lag_s=1000.0), cluster(3)

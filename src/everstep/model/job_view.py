@@ -187,6 +187,8 @@ class ProtectionView(msgspec.Struct, frozen=True):
     - ``worst_machine``: that one; "": no machine takes anything with it [text]
     - ``lag_s``: protect: lag, by which mirrors may be behind; 0: they may not [seconds]
     - ``behind_s``: age of the oldest change that some mirror lacks, of the ps where it is oldest [seconds]
+    - ``pushes_waiting``: that wait now until mirrors have caught up [pushes]
+    - ``pushes_waited_s``: for that so far, together, at the running ps [seconds]
     - ``rebuild_share``: of a ps' time that contents may take while workers ask for rows [share, 0 to 1]
     - ``contents_bytes``: that the ps took in for rebuilds, new mirrors and moves so far [bytes]
     - ``contents_busy_s``: that ps spent on sending them, without pauses [seconds]
@@ -208,6 +210,8 @@ class ProtectionView(msgspec.Struct, frozen=True):
     worst_machine: str = ""
     lag_s: float = 0.0
     behind_s: float = 0.0
+    pushes_waiting: int = 0
+    pushes_waited_s: float = 0.0
     rebuild_share: float = 1.0
     contents_bytes: int = 0
     contents_busy_s: float = 0.0

@@ -237,6 +237,20 @@ METRICS: tuple[Metric, ...] = (
         "protection.behind_s",
     ),
     Metric(
+        "everstep_protection_pushes_waiting",
+        "gauge",
+        (),
+        "Pushes that wait until mirrors have caught up.",
+        "protection.pushes_waiting",
+    ),
+    Metric(
+        "everstep_protection_pushes_waited_seconds",
+        "gauge",
+        (),
+        "Time that pushes have waited for that at the running ps, together.",
+        "protection.pushes_waited_s",
+    ),
+    Metric(
         "everstep_contents_bytes",
         "gauge",
         (),

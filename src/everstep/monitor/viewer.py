@@ -273,6 +273,8 @@ def protection_view(brain: Brain, measured: Measured) -> ProtectionView | None:
         behind_s=round(
             max((measured.of_member(m.key, m.incarnation).get("behind_s", 0.0) for m in up), default=0.0), 2
         ),
+        pushes_waiting=int(summed("pushes_waiting")),
+        pushes_waited_s=round(summed("pushes_waited_s"), 2),
         rebuild_share=spec.rebuild_share,
         contents_bytes=int(summed("contents_bytes")),
         contents_busy_s=round(summed("contents_busy_s"), 3),

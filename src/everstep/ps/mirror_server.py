@@ -51,6 +51,7 @@ from everstep.protect.port import Body, StorePort
 from everstep.protect.replication import AppendCode, Batch, Blob, PeerKey, StreamKind
 from everstep.protect.replication_sender import CarryOutcome, EventKind, PeerEvent, ReplicationSender
 from everstep.ps.lag_flusher import LagFlusher
+from everstep.ps.push_waits import PushWaits
 from everstep.ps.rebuild_pacer import RebuildPacer
 from everstep.ps.rw_lock import RwLock
 
@@ -201,6 +202,7 @@ class MirrorServer:
         self.on_memory: Callable[[], None] | None = None
         """Is called when there is no memory left, in the middle of anything."""
         self.lag: LagFlusher | None = None
+        self.push_waits = PushWaits()
         self.pacer = RebuildPacer(1.0)
         self.contents_bytes = 0
         """Of contents that came here, for rebuilds, mirrors and moves."""
@@ -321,6 +323,15 @@ class MirrorServer:
 
     def room(self, deadline: float) -> bool:
         """Wait until not too much is unsent, and mirrors are not too far behind; False: they still are."""
+        if (self.lag is not None and self.lag.late) or not self.streams.native.room(UNSENT_BYTES, 0.0):
+            with self.push_waits.wait():
+                if not self._wait_room(deadline):
+                    return False
+        if took_s := self.push_waits.passed():
+            self._limit.warning(f"ps:{self._slot}: mirrors have caught up; pushes waited {took_s:.1f} s, together")
+        return True
+
+    def _wait_room(self, deadline: float) -> bool:
         while self.lag is not None and self.lag.late:
             behind = f"mirrors are {self.lag.behind_s:.1f} s behind, {self.lag.bound_s:g} s at most"
             self._limit.warning(f"ps:{self._slot}: {behind}: pushes wait")

@@ -399,6 +399,8 @@ class PsProcess:
                 "outbox_ticket": float(made),
                 "unconfirmed_bytes": float(streams.waiting_bytes + self.service.store.outbox_bytes() + open_bytes),
                 **behind,
+                "pushes_waiting": float(mirrors.push_waits.waiting),
+                "pushes_waited_s": mirrors.push_waits.total_s,
                 "contents_bytes": float(mirrors.contents_bytes),
                 "contents_busy_s": mirrors.pacer.busy_s,
                 **(self.service.cold.readings() if self.service.cold is not None else {}),
