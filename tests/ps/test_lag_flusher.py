@@ -151,3 +151,33 @@ def test_pushes_wait_for_mirrors_that_are_too_far_behind() -> None:
     ps.done = 5
     ps.lag.advance()
     assert ps.lag.behind_s == 0.0 and not ps.lag.late
+
+
+def overload(times: float, seconds: float) -> tuple[Ps, float]:
+    """Play pushes that come so many times as fast as mirrors can take them, and wait where they are told to. Return
+    the ps, and the age of the oldest change that a mirror got."""
+    ps, step_s, made, credit, oldest = Ps(1.0), 0.1, list[float](), 0.0, 0.0
+    for _ in range(round(seconds / step_s)):
+        if not ps.lag.late:
+            credit += times
+            while credit >= 1.0:
+                credit -= 1.0
+                ps.change()
+                assert all(ps.store.flush(b) for b in range(4))
+                made += [ps.now] * 4
+        ps.now += step_s
+        arrived = min(len(made), ps.done + 4)
+        if arrived > ps.done:
+            oldest = max(oldest, ps.now - made[ps.done])
+        ps.done = arrived
+        ps.lag.advance()
+    return ps, oldest
+
+
+def test_under_overload_the_lag_grows_to_its_bound_and_not_beyond() -> None:
+    """At three times the speed of mirrors, changes of the bound's seconds would take three times as long."""
+    for times in (1.3, 2.0, 3.0, 6.0):
+        ps, oldest = overload(times, 120.0)
+        assert 0.8 * ps.lag.bound_s < oldest < 1.3 * ps.lag.bound_s, (times, oldest)
+    ps, oldest = overload(0.9, 120.0)
+    assert oldest < 1.0 and not ps.lag.late

@@ -27,7 +27,11 @@ EARLY, DUE, LATE = 0.7, 0.9, 2.0
 
 BOUND_LAGS = 5.0
 BOUND_LEAST_S = 10.0
-"""Mirrors that are further behind than so many lags, and than so many seconds, make pushes wait."""
+"""Mirrors that are further behind than so many lags, and than so many seconds, make pushes wait. So do mirrors that are
+behind (``BEHIND_LAGS``) and would need so long for what they lack, at the speed of late: what is pushed until the
+oldest change has that age would be older than that when it arrives."""
+
+BEHIND_LAGS = 1.5
 
 OPEN_BYTES = 3 << 20
 """Old records that a partition may have open: its difference then fits into a piece of memory that is used again."""
@@ -55,6 +59,9 @@ class LagFlusher:
         self.confirmed = 0
         self.behind_s = 0.0
         """Age of the oldest change that some mirror lacks, as of the last look."""
+        self.drain_s = 0.0
+        """How long mirrors need for what they lack, at their speed in the last half of the bound; 0: not known."""
+        self._speeds: deque[tuple[float, int]] = deque()  # (a moment, what was confirmed then), while something lacks
         self._store, self._done_ticket, self._send, self._requests, self._now = store, done_ticket, send, requests, now
         self._groups = groups
         self._lock = threading.Lock()
@@ -70,7 +77,8 @@ class LagFlusher:
     @property
     def late(self) -> bool:
         """Return whether mirrors are so far behind that pushes have to wait."""
-        return self.behind_s > self.bound_s
+        behind = self.behind_s > BEHIND_LAGS * self.lag_s and self.drain_s > self.bound_s
+        return behind or self.behind_s > self.bound_s
 
     def look(self) -> float:
         """Return in how many seconds to look again, after flushing what is due."""
@@ -134,4 +142,17 @@ class LagFlusher:
         if lag.opened > (self._opened[-1][0] if self._opened else self.confirmed):
             self._opened.append((lag.opened, now))
         self.behind_s = max(0.0, now - self._opened[0][1]) if self._opened else 0.0
+        self.drain_s = self._drain_s(now, lag.opened)
         return self.confirmed, lag.opened
+
+    def _drain_s(self, now: float, opened: int) -> float:
+        if not self._opened:
+            self._speeds.clear()
+            return 0.0
+        if not self._speeds or self.confirmed > self._speeds[-1][1]:
+            self._speeds.append((now, self.confirmed))
+        while len(self._speeds) > 2 and self._speeds[1][0] <= now - self.bound_s / 2:
+            self._speeds.popleft()
+        since, then = self._speeds[0]
+        arrived = self.confirmed - then
+        return (opened - self.confirmed) * (now - since) / arrived if arrived else 0.0

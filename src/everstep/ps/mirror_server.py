@@ -321,9 +321,14 @@ class MirrorServer:
                     found.setdefault(peers[0], []).append(partition)
         return found
 
+    @property
+    def overloaded(self) -> bool:
+        """Return whether too much is unsent, or mirrors are too far behind."""
+        return (self.lag is not None and self.lag.late) or not self.streams.native.room(UNSENT_BYTES, 0.0)
+
     def room(self, deadline: float) -> bool:
         """Wait until not too much is unsent, and mirrors are not too far behind; False: they still are."""
-        if (self.lag is not None and self.lag.late) or not self.streams.native.room(UNSENT_BYTES, 0.0):
+        if self.overloaded:
             with self.push_waits.wait():
                 if not self._wait_room(deadline):
                     return False
@@ -334,9 +339,12 @@ class MirrorServer:
     def _wait_room(self, deadline: float) -> bool:
         while self.lag is not None and self.lag.late:
             behind = f"mirrors are {self.lag.behind_s:.1f} s behind, {self.lag.bound_s:g} s at most"
+            behind += f", and need {self.lag.drain_s:.1f} s" if self.lag.drain_s > self.lag.bound_s else ""
             self._limit.warning(f"ps:{self._slot}: {behind}: pushes wait")
             if not self.wait_changed(deadline, _LATE_LOOK_S):
                 return False
+        if not self.streams.native.room(UNSENT_BYTES, 0.0):
+            self._limit.warning(f"ps:{self._slot}: {UNSENT_BYTES >> 20} MiB wait to be sent to mirrors: pushes wait")
         return self.streams.native.room(UNSENT_BYTES, max(0.0, deadline - time.monotonic()))
 
     def drain(self) -> None:

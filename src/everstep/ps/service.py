@@ -19,7 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -580,7 +580,7 @@ class PsService:
                 if not self._wait_changed(deadline):
                     break
                 continue
-            if not self.mirrors.room(deadline) or not self._has_memory(deadline):
+            if not self._has_room(deadline) or not self._has_memory(deadline):
                 break
             faultpoints.reach("before_apply")
             before = self.store.outbox_ticket()
@@ -603,6 +603,11 @@ class PsService:
             faultpoints.reach("after_ack")
             return answer
         return Moved(self.route)
+
+    def _has_room(self, deadline: float) -> bool:
+        """Wait for mirrors that are too far behind. That is not this ps' own time. False: they still are."""
+        with self.meter.waiting() if self.mirrors.overloaded else nullcontext():
+            return self.mirrors.room(deadline)
 
     def _has_memory(self, deadline: float) -> bool:
         """Wait for room for new rows, if somebody makes it. False: there is none yet."""
@@ -706,7 +711,7 @@ class PsService:
         deadline = time.monotonic() + self.wait_s
         source = _memory(body, arena, request.shm)
         part = request.part
-        if not self.mirrors.wait_whole(deadline) or not self.mirrors.room(deadline):
+        if not self.mirrors.wait_whole(deadline) or not self._has_room(deadline):
             return Moved(self.route)
         before = self.store.outbox_ticket()
         with self._gate.shared():
