@@ -33,6 +33,16 @@ def running(**spec: object) -> World:
     return world
 
 
+def test_a_job_without_ps_says_that_it_ignores_them() -> None:
+    world = World(job(mode="AllReduce"))
+    world.settle(4)
+    assert world.job["spec"]["ps"] and not [pod for pod in world.pods if "-ps-" in pod]
+    assert holds(world, Condition.FIELDS_IGNORED)
+    said = next(c for c in world.job["status"]["conditions"] if c["type"] == Condition.FIELDS_IGNORED)
+    assert said["message"].startswith("spec.ps") and "set spec.mode to Hybrid" in said["message"]
+    assert not holds(running(mode="Hybrid"), Condition.FIELDS_IGNORED)
+
+
 def request(world: World, kind: str, name: str = "more", **spec: object) -> Object:
     meta = {"name": name, "namespace": "team", "uid": f"uid-{name}", "resourceVersion": "1"}
     meta["creationTimestamp"] = stamp_of(world.now_s)

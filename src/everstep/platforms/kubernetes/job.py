@@ -53,6 +53,17 @@ def has_ps(spec: Object) -> bool:
     return spec.get("mode") in ("ParameterServer", "Hybrid") and bool(spec.get("ps"))
 
 
+def ignored_fields(job: Object) -> str:
+    """Return which fields mean nothing in the job's mode, and what to do; "": none. They are allowed: a manifest may
+    change its mode alone."""
+    spec = job["spec"]
+    if spec.get("mode", "AllReduce") != "AllReduce":
+        return ""
+    found = [f"spec.{field}" for field in ("ps", "psProtection") if spec.get(field)]
+    words = " and ".join(found)
+    return f"{words}: ignored, mode AllReduce has no ps; set spec.mode to Hybrid or ParameterServer" if found else ""
+
+
 def role_spec(job: Object, place: Place) -> Object:
     """Return the part of the spec that is about one kind of pods."""
     return dict(job["spec"].get(place.value) or {})

@@ -22,6 +22,7 @@ _BAD: Final = frozenset(
         Condition.CANNOT_START.value,
         Condition.PODS_FAIL.value,
         Condition.OTHER_VERSION.value,
+        Condition.FIELDS_IGNORED.value,
         Condition.OUT_NOT_WRITTEN.value,
         Condition.FAILED.value,
     }

@@ -110,6 +110,7 @@ class Condition(StrEnum):
     CANNOT_START = "CannotStart"
     PODS_FAIL = "PodsFail"
     OTHER_VERSION = "OtherVersion"
+    FIELDS_IGNORED = "FieldsIgnored"
     OUT_WRITTEN = "OutWritten"
     OUT_NOT_WRITTEN = "OutNotWritten"
     COMPLETE = "Complete"

@@ -26,7 +26,7 @@ from everstep.platforms.kubernetes.actions import (
     TellGone,
     TellSize,
 )
-from everstep.platforms.kubernetes.job import budget_of, role_spec, settings_of, wanted_by
+from everstep.platforms.kubernetes.job import budget_of, ignored_fields, role_spec, settings_of, wanted_by
 from everstep.platforms.kubernetes.job_cost import has_prices
 from everstep.platforms.kubernetes.job_events import events_between
 from everstep.platforms.kubernetes.job_status import JobStatus
@@ -218,6 +218,8 @@ class _Look:
             status.say(Condition.INVALID_SPEC, True, "InvalidSpec", str(error))
             return
         status.say(Condition.INVALID_SPEC, False)
+        ignored = ignored_fields(self._job)
+        status.say(Condition.FIELDS_IGNORED, bool(ignored), "Mode" if ignored else "", ignored)
         if self._leavings.wanted and not self._leavings.holds:
             self._finalizers = (*finalizers_of(self._job), FINALIZER)
             return
