@@ -9,9 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from everstep.brain.events import CapacityChanged, Event, JobUnsuspended
 from everstep.cli.capacity import remember_once
+from everstep.cli.cluster_platform import held_by_journal
+from everstep.cli.replay import JOURNAL_FILE
 from everstep.errors import PlatformError
-from everstep.ids import NodeId
+from everstep.ids import Incarnation, NodeId
 from everstep.model.capacity import CapacityNews, CapacityStep, Gone, Grant, Market, Offer, Warned
 from everstep.platforms.cluster_capacity import (
     STATE_FILE,
@@ -34,6 +37,7 @@ from everstep.platforms.cluster_nodes import (
     SeenNode,
 )
 from everstep.platforms.fleet import Remember
+from everstep.storage.journal import Journal
 
 OFFER = Offer("", "p")
 ONE, TWO = NodeId("c-1"), NodeId("c-2")
@@ -184,6 +188,22 @@ def test_each_grant_is_told_to_the_journal_once_over_all_runs(tmp_path: Path) ->
     second.forget()
     last = read_state(tmp_path)
     assert last is not None and last.held == {} and last.number == 9
+
+
+def test_what_the_journal_says_counts_where_everstep_run_was_killed_before_it_noted_it(tmp_path: Path) -> None:
+    told = CapacityStep.GRANTED, CapacityStep.GIVEN_BACK
+    facts: list[CapacityChanged] = [CapacityChanged(NodeId(f"c-{n}"), told[0], zone="p") for n in (1, 2, 3)]
+    facts += [CapacityChanged(ONE, told[1]), CapacityChanged(TWO, CapacityStep.WARNED)]
+    assert held_by_journal(tmp_path, {ONE: OFFER}) == {ONE: OFFER}, "it had not begun"
+    journal = Journal(tmp_path / JOURNAL_FILE, Incarnation(1))
+    for fact in facts:
+        journal.append(Event(1.0, fact))
+    journal.flush()
+    assert held_by_journal(tmp_path, {ONE: OFFER}) == {TWO: OFFER, NodeId("c-3"): OFFER}
+    journal.append(Event(2.0, JobUnsuspended(1, "")))
+    journal.append(Event(2.0, CapacityChanged(NodeId("c-4"), told[0], zone="p")))
+    journal.close()
+    assert held_by_journal(tmp_path, {}) == {NodeId("c-4"): OFFER}, "a suspended job holds nothing"
 
 
 def test_a_state_of_before_has_nothing_held(tmp_path: Path) -> None:

@@ -17,13 +17,16 @@ import click
 import msgspec
 
 from everstep.agent.rundir import remove_sockets
+from everstep.brain.events import CapacityChanged, JobUnsuspended
 from everstep.cli.display import read_summary
+from everstep.cli.replay import JOURNAL_FILE
 from everstep.cli.suspend import go_on
 from everstep.config.capacity import CLUSTERS, parse_capacity
 from everstep.config.load import read_spec
 from everstep.config.spec import JobSpec
-from everstep.errors import ConfigError, PlatformError
+from everstep.errors import ConfigError, EverstepError, PlatformError
 from everstep.ids import NodeId
+from everstep.model.capacity import CapacityStep, Offer
 from everstep.net.rendezvous import SECRET_FILE
 from everstep.platforms.cluster_capacity import (
     LEAD_S,
@@ -37,6 +40,7 @@ from everstep.platforms.cluster_capacity import (
 from everstep.platforms.cluster_nodes import ClusterNodes
 from everstep.platforms.slurm_jobs import SlurmSettings
 from everstep.policies.cluster_size import places
+from everstep.storage.journal import read_journal
 
 RESTARTS: Final = "SLURM_RESTART_COUNT"
 """Of the environment: how often Slurm has queued this job again."""
@@ -108,11 +112,33 @@ def make_cluster(
         with contextlib.suppress(PlatformError):
             make_port(spec, run_dir, state.group, at, say).close()
         state = new_state(spec.name, at, state)
+    if state is not None:
+        state.held = held_by_journal(run_dir, state.held)
     kept = state or new_state(spec.name, at)
     memory = ClusterMemory(run_dir, kept)
     nodes = ClusterNodes(parse_capacity(spec.capacity).kind, LEAD_S, kept.number, kept.held)
     port = make_port(spec, run_dir, kept.group, at, say)
     return ClusterCapacity(port, nodes, memory.keep, say, forget=memory.forget), memory
+
+
+def held_by_journal(run_dir: Path, noted: dict[NodeId, Offer]) -> dict[NodeId, Offer]:
+    """Return the nodes that the journal has as held. ``noted``: those of ``platform.json``, which an ``everstep run``
+    may not have reached before it was killed; they count where there is no journal."""
+    held: dict[NodeId, Offer] = {}
+    try:
+        for _, event, _ in read_journal(run_dir / JOURNAL_FILE):
+            match event.fact:
+                case CapacityChanged(node, CapacityStep.GRANTED, hardware, zone, market, price):
+                    held[node] = Offer(hardware, zone, market, price)
+                case CapacityChanged(node, CapacityStep.TAKEN_BACK | CapacityStep.GIVEN_BACK):
+                    held.pop(node, None)
+                case JobUnsuspended():
+                    held.clear()  # (a suspended job holds nothing)
+                case _:
+                    pass
+    except EverstepError:
+        return noted
+    return held
 
 
 def make_port(spec: JobSpec, run_dir: Path, group: str, at: str, say: Callable[[str], None]) -> ClusterPort:

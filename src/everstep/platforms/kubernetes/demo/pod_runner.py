@@ -133,6 +133,13 @@ class PodRunner:
                 self._server.disrupt(pod, "DeletionByTaintManager")
                 self._server.delete(self._server.of("pods"), pod["metadata"]["namespace"], name_of(pod), "", 1)
 
+    def remove_node(self, name: str) -> None:
+        """Take a node off the list, as a cloud's controller does with a machine that is gone: its pods go with it."""
+        self._server.delete(self._server.of("nodes"), "", name)
+        for pod in self._server.store.all("pods"):
+            if pod["spec"].get("nodeName") == name:
+                self._drop(pod)
+
     def kill_pod(self, namespace: str, name: str) -> None:
         """A pod's process is killed."""
         self._running[namespace, name].kill()
