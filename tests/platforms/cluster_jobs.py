@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from watched_jobs import WatchedJob, until
@@ -25,8 +25,10 @@ from everstep.storage.journal import read_journal
 class ClusterRun(WatchedJob):
     """Is one ``everstep run --on ...`` and its run directory."""
 
-    def __init__(self, folder: Path, env: Mapping[str, str]) -> None:
+    def __init__(self, folder: Path, env: Mapping[str, str], cluster: Callable[[], str] = str) -> None:
+        """``cluster``: what the cluster says of itself, for stories."""
         super().__init__(folder, folder / "run")
+        self.cluster = cluster
         self.env = {**os.environ, **env}
         self.process: subprocess.Popen[bytes] | None = None
         self.words: list[str] = []
@@ -77,7 +79,7 @@ class ClusterRun(WatchedJob):
         ends = [f"--- {log.name}\n" + log.read_text(errors="replace")[-1500:] for log in logs if log.exists()]
         view = self.view()
         shown = (view.nodes, view.members_wanted, [(str(m), m.state, m.node) for m in view.members]) if view else None
-        return f"{shown}\n{self.nodes_told()}\n" + "\n".join(ends)
+        return f"{shown}\n{self.nodes_told()}\n{self.cluster()}\n" + "\n".join(ends)
 
     def nodes_told(self) -> list[str]:
         """Return what the journal says of nodes of the cluster, in its order."""

@@ -162,6 +162,10 @@ class SlurmHere:
         """Return the jobs that wait or run: ``ID NAME STATE NODE COMMENT``."""
         return self.said("squeue", "-h", "-o", "%i %j %T %N %k").splitlines()
 
+    def state(self) -> str:
+        """Return what Slurm says of its nodes and jobs, for people."""
+        return self.said("sinfo", "-N", "-h", "-o", "%N %P %T %E") + self.said("squeue", "-h", "-o", "%i %j %T %r")
+
     def logs(self) -> str:
         return "\n".join(
             f"--- {log.name}\n{log.read_text(errors='replace')[-2000:]}" for log in self.folder.glob("*.log")

@@ -35,7 +35,7 @@ def slurm() -> Iterator[SlurmHere]:
 
 @pytest.fixture
 def run(slurm: SlurmHere, tmp_path: Path) -> Iterator[ClusterRun]:
-    made = ClusterRun(tmp_path, slurm.env)
+    made = ClusterRun(tmp_path, slurm.env, slurm.state)
     yield made
     made.close()
 
@@ -75,6 +75,7 @@ def test_a_job_survives_a_node_and_its_everstep_run(run: ClusterRun, slurm: Slur
     nothing_left(slurm)
 
 
+@pytest.mark.long
 def test_a_node_that_is_preempted_is_emptied_and_comes_back(run: ClusterRun, slurm: SlurmHere) -> None:
     begin(run, "ps")
     before = run.nodes()
@@ -97,6 +98,7 @@ def test_a_node_that_is_preempted_is_emptied_and_comes_back(run: ClusterRun, slu
     nothing_left(slurm)
 
 
+@pytest.mark.long
 def test_a_queued_again_job_goes_on_exactly(run: ClusterRun, slurm: SlurmHere) -> None:
     """``everstep run`` is itself a job of Slurm, which takes it back and queues it again."""
     run.write(8, sparse=True)
@@ -123,6 +125,7 @@ def test_a_queued_again_job_goes_on_exactly(run: ClusterRun, slurm: SlurmHere) -
     nothing_left(slurm)
 
 
+@pytest.mark.long
 def test_agents_that_srun_starts_in_one_job(run: ClusterRun, slurm: SlurmHere) -> None:
     """The sbatch template, as a user submits it: the job is queued again, later one of its nodes is lost."""
     run.write(16, sparse=True)
@@ -157,6 +160,7 @@ def test_agents_that_srun_starts_in_one_job(run: ClusterRun, slurm: SlurmHere) -
     nothing_left(slurm)
 
 
+@pytest.mark.long
 def test_a_node_with_a_time_limit_is_replaced_before_its_end(run: ClusterRun, slurm: SlurmHere) -> None:
     run.write(10, sparse=True)
     run.start("--on", "slurm", "--time", "30", "--nodes", "2", "--workers", "2", "--ps", "2", "--parity", "1+1")
@@ -180,6 +184,7 @@ def test_scripts_find_the_variables_of_torchrun(run: ClusterRun, slurm: SlurmHer
     settings.write_text("torchrun_env: true\n")
     run.start("-c", str(settings), "--on", "slurm", "--partition", "spot", "--nodes", "2", *PS[:1], "2", "--ps", "2")
     run.whole(2)
+    until(lambda: len(run.nodes_told()) == 2, run.story)  # (the job is so short that nobody might tell its journal)
     run.ends_well()
     found = [ast.literal_eval(p.read_text()) for p in sorted(run.folder.glob("env-*"))]
     assert [f["RANK"] for f in found] == ["0", "1"] and {f["WORLD_SIZE"] for f in found} == {"2"}, found
