@@ -173,6 +173,7 @@ def test_the_page_of_slurm(tmp_path: Path, shells: list[Shell]) -> None:
 @pytest.mark.platforms
 @pytest.mark.processes
 @pytest.mark.timeout(900)
+@pytest.mark.long
 def test_the_page_of_ray(tmp_path: Path, shells: list[Shell]) -> None:
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'everstep[ray]'")
     sys.path.insert(0, str(ROOT / "tests" / "platforms"))

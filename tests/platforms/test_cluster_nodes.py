@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from everstep.brain.events import CapacityChanged, Event, JobUnsuspended
+from everstep.brain.events import CapacityChanged, Event
 from everstep.cli.capacity import remember_once
 from everstep.cli.cluster_platform import held_by_journal
 from everstep.cli.replay import JOURNAL_FILE
@@ -194,16 +194,21 @@ def test_what_the_journal_says_counts_where_everstep_run_was_killed_before_it_no
     told = CapacityStep.GRANTED, CapacityStep.GIVEN_BACK
     facts: list[CapacityChanged] = [CapacityChanged(NodeId(f"c-{n}"), told[0], zone="p") for n in (1, 2, 3)]
     facts += [CapacityChanged(ONE, told[1]), CapacityChanged(TWO, CapacityStep.WARNED)]
-    assert held_by_journal(tmp_path, {ONE: OFFER}) == {ONE: OFFER}, "it had not begun"
+    noted = ClusterState("g", "a:1", 3, {ONE: OFFER})
+    assert held_by_journal(tmp_path, noted) == {ONE: OFFER}, "it had not begun"
     journal = Journal(tmp_path / JOURNAL_FILE, Incarnation(1))
     for fact in facts:
         journal.append(Event(1.0, fact))
     journal.flush()
-    assert held_by_journal(tmp_path, {ONE: OFFER}) == {TWO: OFFER, NodeId("c-3"): OFFER}
-    journal.append(Event(2.0, JobUnsuspended(1, "")))
+    assert held_by_journal(tmp_path, noted) == {TWO: OFFER, NodeId("c-3"): OFFER}
+    memory = ClusterMemory(tmp_path, noted)
+    memory.forget()  # (the job is suspended)
+    memory.keep(4)
     journal.append(Event(2.0, CapacityChanged(NodeId("c-4"), told[0], zone="p")))
     journal.close()
-    assert held_by_journal(tmp_path, {}) == {NodeId("c-4"): OFFER}, "a suspended job holds nothing"
+    state = read_state(tmp_path)
+    assert state is not None and state.forgot == 3
+    assert held_by_journal(tmp_path, state) == {NodeId("c-4"): OFFER}, "a suspended job holds nothing"
 
 
 def test_a_state_of_before_has_nothing_held(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_a_job_survives_pods_nodes_and_its_operator(run: KubeRun, mode: str) -> 
     run.trained(200)
 
     run.nodes.kill_pod("default", name_of(run.pods("master")[0]))
-    until(lambda: run.view() is not None and run.view().master_incarnation >= 2, run.story)  # type: ignore[union-attr]
+    until(lambda: (view := run.view()) is not None and view.master_incarnation >= 2, run.story)
     run.whole()
     run.trained(200)
 

@@ -17,7 +17,7 @@ import click
 import msgspec
 
 from everstep.agent.rundir import remove_sockets
-from everstep.brain.events import CapacityChanged, JobUnsuspended
+from everstep.brain.events import CapacityChanged
 from everstep.cli.display import read_summary
 from everstep.cli.replay import JOURNAL_FILE
 from everstep.cli.suspend import go_on
@@ -34,10 +34,11 @@ from everstep.platforms.cluster_capacity import (
     ClusterCapacity,
     ClusterMemory,
     ClusterPort,
+    ClusterState,
     new_state,
     read_state,
 )
-from everstep.platforms.cluster_nodes import ClusterNodes
+from everstep.platforms.cluster_nodes import ClusterNodes, node_number
 from everstep.platforms.slurm_jobs import SlurmSettings
 from everstep.policies.cluster_size import places
 from everstep.storage.journal import read_journal
@@ -113,7 +114,7 @@ def make_cluster(
             make_port(spec, run_dir, state.group, at, say).close()
         state = new_state(spec.name, at, state)
     if state is not None:
-        state.held = held_by_journal(run_dir, state.held)
+        state.held = held_by_journal(run_dir, state)
     kept = state or new_state(spec.name, at)
     memory = ClusterMemory(run_dir, kept)
     nodes = ClusterNodes(parse_capacity(spec.capacity).kind, LEAD_S, kept.number, kept.held)
@@ -121,9 +122,9 @@ def make_cluster(
     return ClusterCapacity(port, nodes, memory.keep, say, forget=memory.forget), memory
 
 
-def held_by_journal(run_dir: Path, noted: dict[NodeId, Offer]) -> dict[NodeId, Offer]:
-    """Return the nodes that the journal has as held. ``noted``: those of ``platform.json``, which an ``everstep run``
-    may not have reached before it was killed; they count where there is no journal."""
+def held_by_journal(run_dir: Path, state: ClusterState) -> dict[NodeId, Offer]:
+    """Return the nodes that the journal has as held. An ``everstep run`` may have been killed before it noted them in
+    ``state``, which counts where there is no journal."""
     held: dict[NodeId, Offer] = {}
     try:
         for _, event, _ in read_journal(run_dir / JOURNAL_FILE):
@@ -132,13 +133,11 @@ def held_by_journal(run_dir: Path, noted: dict[NodeId, Offer]) -> dict[NodeId, O
                     held[node] = Offer(hardware, zone, market, price)
                 case CapacityChanged(node, CapacityStep.TAKEN_BACK | CapacityStep.GIVEN_BACK):
                     held.pop(node, None)
-                case JobUnsuspended():
-                    held.clear()  # (a suspended job holds nothing)
                 case _:
                     pass
     except EverstepError:
-        return noted
-    return held
+        return state.held
+    return {node: offer for node, offer in held.items() if node_number(node) > state.forgot}
 
 
 def make_port(spec: JobSpec, run_dir: Path, group: str, at: str, say: Callable[[str], None]) -> ClusterPort:

@@ -56,12 +56,14 @@ class ClusterPort(Protocol):
 class ClusterState(msgspec.Struct):
     """Is what ``RUN_DIR/platform.json`` keeps for an ``everstep run`` that is started again. ``group``: the name that
     all nodes of the job bear in the cluster. ``at``: HOST:PORT of the master that they know. ``number``: of the newest
-    node. ``held``: nodes of which the journal says that the job has them."""
+    node. ``held``: nodes of which the journal says that the job has them. ``forgot``: all nodes up to this number were
+    given back together, which the journal does not say of each."""
 
     group: str
     at: str
     number: int = 0
     held: dict[NodeId, Offer] = {}
+    forgot: int = 0
 
 
 _decoder = msgspec.json.Decoder(ClusterState)
@@ -79,7 +81,9 @@ def new_state(name: str, at: str, before: ClusterState | None = None) -> Cluster
     """Return the state of a job that has no nodes in its group yet. ``name``: of the job. ``before``: of its group of
     before, whose nodes are gone, which its journal does not say yet."""
     group = f"everstep-{name}-{secrets.token_hex(4)}"
-    return ClusterState(group, at, before.number, before.held) if before is not None else ClusterState(group, at)
+    if before is None:
+        return ClusterState(group, at)
+    return ClusterState(group, at, before.number, before.held, before.forgot)
 
 
 def write_state(run_dir: Path, state: ClusterState) -> None:
@@ -120,8 +124,9 @@ class ClusterMemory:
     def forget(self) -> None:
         """The job is suspended or over: it holds nothing, and its journal says so. Raise PlatformError."""
         with self._lock:
-            if self._state.held:
+            if self._state.held or self._state.forgot != self._state.number:
                 self._state.held.clear()
+                self._state.forgot = self._state.number
                 write_state(self._run_dir, self._state)
 
 

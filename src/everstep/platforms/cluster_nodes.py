@@ -229,6 +229,12 @@ class ClusterNodes:
         actions.append(AddNodes(tuple(names)))
 
 
+def node_number(node: NodeId) -> int:
+    """Return the number in a node's name; 0: it has none."""
+    number = node.rpartition("-")[2]
+    return int(number) if number.isascii() and number.isdigit() else 0
+
+
 def _tell_gone(node: NodeId, record: NodeRecord, news: list[CapacityNews]) -> bool:
     """Add the news that a node is gone. Return whether the job had it."""
     if record.granted_at < 0:

@@ -1,8 +1,8 @@
 """Plays nodes: gives pods a place, starts their command as a local process, and says what became of it.
 
-Each pod has an address 127.0.1.x of its own. A pod's name in the headless service stays at one address, so what a real
-cluster's DNS does is done by writing that address in the place of the name. Volumes are folders: a path below a
-mount is written as the path below its folder.
+Each pod has an address 127.K.0.x of its own, where K is the cluster's: several clusters may be played on one machine. A
+pod's name in the headless service stays at one address, so what a real cluster's DNS does is done by writing that
+address in the place of the name. Volumes are folders: a path below a mount is written as the path below its folder.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import copy
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from everstep.errors import PlatformError
 from everstep.platforms.kubernetes.demo import gang_schedulers
 from everstep.platforms.kubernetes.demo.api_server import ApiServer
 from everstep.platforms.kubernetes.demo.refusals import RefusedRequest
@@ -33,6 +35,7 @@ MESSAGE_BYTES: Final = 2048
 MESSAGE_LINES: Final = 80
 """So much of the log of a container that failed a kubelet puts into the pod's status."""
 _KILL_WAIT_S: Final = 10.0
+_HOLD_PORT: Final = 7070
 _SERVICE_PORT: Final = re.compile(r"[a-z0-9.-]+\.svc:\d+")
 
 
@@ -74,6 +77,7 @@ class PodRunner:
         self._hosts: dict[str, str] = {}
         self._dead: set[str] = set()
         self._over = threading.Event()
+        self._net, self._net_held = _own_net()
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         for name in nodes:
             self.add_node(name)
@@ -289,7 +293,7 @@ class PodRunner:
     def _host_of(self, name: str) -> str:
         if name not in self._hosts:
             n = len(self._hosts) + 1
-            self._hosts[name] = f"127.0.{1 + n // 250}.{1 + n % 250}"
+            self._hosts[name] = f"127.{self._net}.{n // 250}.{1 + n % 250}"
         return self._hosts[name]
 
     def _env_of(self, pod: Object, node: str, host: str) -> dict[str, str] | None:
@@ -351,6 +355,22 @@ class PodRunner:
         for one in self._running.values():
             one.kill()
         self._running.clear()
+        self._net_held.close()
+
+
+def _own_net() -> tuple[int, socket.socket]:
+    """Return a number K whose addresses 127.K.x.y no other cluster has, and a socket that holds it while it is open."""
+    for k in range(1, 255):
+        held = socket.socket()
+        try:
+            held.bind((f"127.{k}.255.254", _HOLD_PORT))
+        except OSError:
+            held.close()
+            continue
+        return k, held
+    raise PlatformError(
+        f"no addresses are left for this cluster: port {_HOLD_PORT} of all of 127.1 to 127.254 is in use"
+    )
 
 
 def _expanded(text: str, env: Mapping[str, str]) -> str:
