@@ -199,7 +199,7 @@ def test_each_change_of_a_condition_is_one_event() -> None:
     assert reasons.count("NotReady") >= 1 and reasons.count("Ready") == reasons.count("NotReady") + 1
     for event in world.events.values():
         assert event["involvedObject"]["uid"] == "uid-job" and event["metadata"]["namespace"] == "team"
-        assert event["type"] == "Normal"
+    assert [e["reason"] for e in world.events.values() if e["type"] != "Normal"] == ["FieldsIgnored"], "it has ps"
 
 
 def scheduled(world: World, place: str) -> Object:
