@@ -84,16 +84,18 @@ def test_it_begins_with_what_earlier_jobs_call_for(
     assert with_sizes(flags(script, max_workers=2, max_ps=2))[0]["workers"] == 2
 
 
+def died_of_256_mib(history: Path, script: Path, **more: Any) -> None:
+    """Remember a job of the script in which a ps died of 256 MiB."""
+    of = {"script_id": script_digest(script), "args_id": args_digest(())}
+    job = PastJob(1.0, "train", "train.py", **of, mode="ps", workers=1, too_small={"ps": 256 << 20}, **more)
+    JobHistory(history).add(job)
+
+
 def test_it_begins_with_more_ps_than_those_that_died_of_their_memory(
     script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EVERSTEP_HISTORY", str(tmp_path / "h.sqlite"))
-    JobHistory(tmp_path / "h.sqlite").add(
-        PastJob(
-            at=1.0, name="train", script="train.py", script_id=script_digest(script), args_id=args_digest(()),
-            mode="ps", workers=1, ps=1, phase="failed", exit_code=4, too_small={"ps": 256 << 20},
-        )
-    )  # fmt: skip
+    died_of_256_mib(tmp_path / "h.sqlite", script, ps=1, phase="failed", exit_code=4)
     found, said = with_sizes(flags(script, max_ps=8))
     assert found["ps"] == 2 and "(by the history: job 1: a ps died of 256.0 MiB of memory (1 ps))" in said
     assert with_sizes(flags(script, max_ps=8, ps_memory="128MiB"))[0]["ps"] == 4
@@ -106,13 +108,8 @@ def test_a_job_of_another_parity_that_ended_well_teaches_its_memory_too(
 ) -> None:
     """No size follows from it for this parity; that its ps died once of 256 MiB does."""
     monkeypatch.setenv("EVERSTEP_HISTORY", str(tmp_path / "h.sqlite"))
-    JobHistory(tmp_path / "h.sqlite").add(
-        PastJob(
-            at=1.0, name="train", script="train.py", script_id=script_digest(script), args_id=args_digest(()),
-            mode="ps", workers=1, ps=2, parity="1+1", phase="done", samples=100, training_s=1.0, samples_per_s=100.0,
-            too_small={"ps": 256 << 20}, memory={"ps": 512 << 20},
-        )
-    )  # fmt: skip
+    well = {"phase": "done", "samples": 100, "training_s": 1.0, "samples_per_s": 100.0}
+    died_of_256_mib(tmp_path / "h.sqlite", script, ps=2, parity="1+1", memory={"ps": 512 << 20}, **well)
     found, said = with_sizes(flags(script, max_ps=8, ps_memory="256MiB"))
     assert found["ps"] == 4 and "(by the history: job 1: a ps died of 256.0 MiB of memory (2 ps)" in said
 

@@ -321,20 +321,24 @@ class MirrorServer:
                     found.setdefault(peers[0], []).append(partition)
         return found
 
-    @property
-    def overloaded(self) -> bool:
-        """Return whether too much is unsent, or mirrors are too far behind."""
-        return (self.lag is not None and self.lag.late) or not self.streams.native.room(UNSENT_BYTES, 0.0)
+    def has_room(self) -> bool:
+        """Return whether not too much is unsent, and mirrors are not too far behind."""
+        if (self.lag is not None and self.lag.late) or not self.streams.native.room(UNSENT_BYTES, 0.0):
+            return False
+        self._end_overload()
+        return True
 
-    def room(self, deadline: float) -> bool:
-        """Wait until not too much is unsent, and mirrors are not too far behind; False: they still are."""
-        if self.overloaded:
-            with self.push_waits.wait():
-                if not self._wait_room(deadline):
-                    return False
+    def wait_room(self, deadline: float) -> bool:
+        """Wait until there is room; False: there still is none."""
+        with self.push_waits.wait():
+            if not self._wait_room(deadline):
+                return False
+        self._end_overload()
+        return True
+
+    def _end_overload(self) -> None:
         if took_s := self.push_waits.passed():
             self._limit.warning(f"ps:{self._slot}: mirrors have caught up; pushes waited {took_s:.1f} s, together")
-        return True
 
     def _wait_room(self, deadline: float) -> bool:
         while self.lag is not None and self.lag.late:

@@ -19,7 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -606,8 +606,10 @@ class PsService:
 
     def _has_room(self, deadline: float) -> bool:
         """Wait for mirrors that are too far behind. That is not this ps' own time. False: they still are."""
-        with self.meter.waiting() if self.mirrors.overloaded else nullcontext():
-            return self.mirrors.room(deadline)
+        if self.mirrors.has_room():
+            return True
+        with self.meter.waiting():
+            return self.mirrors.wait_room(deadline)
 
     def _has_memory(self, deadline: float) -> bool:
         """Wait for room for new rows, if somebody makes it. False: there is none yet."""
