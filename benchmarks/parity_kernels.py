@@ -6,6 +6,7 @@ random rows (dim 64, row-wise Adagrad), in units of the push itself without prot
 of a recovery of one of four: gigabytes of lost rows per second, with the contents made by the same core. ``dense`` and
 ``summed`` are a dense table (16 MB of values, Adam) whose mirror makes the updates again, and the same table as if
 it were a sparse one: CPU of owner and mirror beyond the push, over the push; bytes sent over those of the gradients.
+``dense_lag_20`` is that dense table with one difference for 20 pushes, per push.
 ``acked`` and ``lag_30`` are all of the protection of pushes with uneven keys (dim 16, Zipf 1.1), over the push: one
 difference for each push, and one for 30; the push without protection takes turns with both
 (``everstep/cli/kernel_probe.py``). ``lag_30.distinct``: rows in that difference over rows pushed.
@@ -126,8 +127,9 @@ class _Pushed:
         return out | self.deliver()
 
 
-def _dense(dense: bool, rounds: int) -> tuple[float, float]:
-    """CPU that protection costs over that of the push, and bytes sent over those of the gradients."""
+def _dense(dense: bool, rounds: int, pushes: int = 1) -> tuple[float, float]:
+    """CPU that protection costs over that of the push, and bytes sent over those of the gradients. ``pushes``: that go
+    into one difference (protect: lag); 1: each push has its own."""
     rows, dim, partitions = 4096, 1024, 64
     spec = TableSpec("net", dim, OptimizerSpec(OptimizerKind.ADAM, 0.01), dense=dense)
     plain, protected, home = (Store(partitions, 1) for _ in range(3))
@@ -158,17 +160,26 @@ def _dense(dense: bool, rounds: int) -> tuple[float, float]:
             protected.emit(b, kind, spec.id, 0, rows)
         protected.emit_marks(b)
     deliver()
+    if pushes > 1:
+        protected.set_lag(1 << 40, 1 << 20, 1e6)
     grads = np.random.default_rng(0).normal(size=(rows, dim)).astype(np.float32)
-    extra, sent = [], 0
-    for at in range(rounds + 2):
-        cpu = []
-        for store in (plain, protected):
+    extra, sent, at = [], 0, 0
+    for _ in range(rounds + 2):
+        cpu = [0.0, 0.0]
+        for _ in range(pushes):
+            for i, store in enumerate((plain, protected)):
+                began = time.process_time()
+                assert store.push(0, at, at + 1, 1, b"", [(spec.id, keys, grads, -1.0)]).applied == partitions
+                cpu[i] += time.process_time() - began
+            at += 1
+        if pushes > 1:
             began = time.process_time()
-            assert store.push(0, at, at + 1, 1, b"", [(spec.id, keys, grads, -1.0)]).applied == partitions
-            cpu.append(time.process_time() - began)
+            for b in range(partitions):
+                protected.flush(b)
+            cpu[1] += time.process_time() - began
         applied, sent = deliver()
         extra.append((cpu[1] - cpu[0] + applied) / cpu[0])
-    return median(extra[2:]), sent / grads.nbytes
+    return median(extra[2:]), sent / pushes / grads.nbytes
 
 
 def _recover(rows: int) -> float:
@@ -237,8 +248,8 @@ def run(quick: bool) -> dict[str, Any]:
     recovered = [_recover(100_000 if quick else 400_000) / 1e9 for _ in range(3)]
     figures["recover_gb_per_s"], spreads["recover_gb_per_s"] = median(recovered), spread(recovered)
     say(f"  recover: {median(recovered):.2f} GB/s of lost rows")
-    for name in ("dense", "summed"):
-        cpu, sent = _dense(name == "dense", rounds)
+    for name, dense, pushes in (("dense", True, 1), ("summed", False, 1), ("dense_lag_20", True, 20)):
+        cpu, sent = _dense(dense, rounds if pushes == 1 else max(3, rounds // 6), pushes)
         figures[f"{name}_cpu_over_push"], figures[f"{name}_bytes_over_gradients"] = cpu, sent
         say(f"  {name} table: {cpu:.2f} x the CPU of the push, {sent:.2f} x the bytes of the gradients")
     with tempfile.TemporaryDirectory(prefix="everstep-bench-") as folder:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from everstep.model.member import Role
 from everstep.monitor.audit import audit
+from everstep.protect.manifest import checkpoint_place, latest_intact
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
@@ -93,6 +94,7 @@ def test_a_worker_dies_between_the_vote_and_its_push_then_a_ps_and_the_master(
     run.alive(Role.PS, 1, at_least=2)
     os.kill(run.master_pid(), signal.SIGKILL)
     run.finished(1, states=3)
+    assert "the dense part needs no mirror: every worker has it" in run.text(), run.text()
 
 
 def test_a_worker_that_alone_knows_the_vote_dies_and_a_worker_with_a_ps(
@@ -123,6 +125,9 @@ def test_it_goes_back_to_a_checkpoint_as_a_whole_and_goes_on_from_one(run: Hybri
     assert run.wait() == 0, run.story()
     code, out = run.everstep("checkpoint", "verify", str(run.run_dir))
     assert code == 0 and "intact" in out, out
+    # No ps has anything of the dense part: mirrors would have nothing to copy of it.
+    tables = latest_intact(checkpoint_place(run.run_dir)).tables
+    assert {(table.name, table.dense) for table in tables} == {("counts", False), ("fields", False)}
     run.hurry()
     code, out = run.everstep(
         *("resume", str(run.run_dir), "--run-dir", str(run.folder / "on"), "--ps", "3", "--workers", "2"),

@@ -20,7 +20,7 @@ from ray.util import list_named_actors
 from ray.util.placement_group import placement_group_table
 ray.init(address=sys.argv[1], log_to_driver=False, configure_logging=False)
 groups = [e["name"] for e in placement_group_table().values() if e["state"] != "REMOVED"]
-print(json.dumps([groups, [a["name"] for a in list_named_actors(all_namespaces=True)]]))
+print("answer", json.dumps([groups, [a["name"] for a in list_named_actors(all_namespaces=True)]]))
 """
 _CLAIM = """
 import json, sys
@@ -31,14 +31,24 @@ where = (b"CLUSTER_METADATA", ray_constants.KV_NAMESPACE_CLUSTER)
 said = json.loads(gcs.internal_kv_get(*where))
 wanted = json.loads(sys.argv[2])
 gcs.internal_kv_put(where[0], json.dumps({**said, **wanted}).encode(), True, where[1])
-print(json.dumps({key: said[key] for key in wanted}))
+print("answer", json.dumps({key: said[key] for key in wanted}))
 """
 _DRAIN = """
 import ray, sys, time
 ray.init(address=sys.argv[1], log_to_driver=False, configure_logging=False)
 gcs = ray._private.worker.global_worker.gcs_client
-print(gcs.drain_node(sys.argv[2], 2, "taken back", int((time.time() + float(sys.argv[3])) * 1000)))
+print("answer", gcs.drain_node(sys.argv[2], 2, "taken back", int((time.time() + float(sys.argv[3])) * 1000)))
 """
+
+
+def asked(code: str, *words: str) -> str:
+    """Run ``code`` in a process of its own; return what it printed behind the word "answer". Ray prints lines of its
+    own to the same output whenever a machine is lost or slow, so the answer may be any of the lines."""
+    argv = [sys.executable, "-c", code, *words]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=240, check=False)
+    answers = [line for line in done.stdout.splitlines() if line.startswith("answer ")]
+    assert done.returncode == 0 and len(answers) == 1, done.stdout + done.stderr
+    return answers[0].removeprefix("answer ")
 
 
 class RayHere:
@@ -94,7 +104,7 @@ class RayHere:
 
     def left(self) -> str:
         """Return the placement groups and named actors that are there, as JSON."""
-        return self._ask(_LOOK).splitlines()[-1]
+        return self._ask(_LOOK)
 
     def job(self, *words: str, cwd: Path | None = None) -> str:
         """Run ``ray job WORDS``; return what it printed."""
@@ -105,10 +115,7 @@ class RayHere:
         return done.stdout
 
     def _ask(self, code: str, *words: str) -> str:
-        argv = [sys.executable, "-c", code, self.address, *words]
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        return asked(code, self.address, *words)
 
     def close(self) -> None:
         self.cluster.shutdown()

@@ -163,6 +163,10 @@ def lines(case: Case, found: list[Option]) -> list[str]:
         out.append(f"  {option.name:24} {shown}  {parts}")
     out.append("  no way loses a sample; redo: the most that is trained again after a loss")
     out.append(same_promise(case, found))
+    out.append(
+        "  dense part: mode hybrid needs no parity for it, every worker has it; in mode ps each mirror has it whole, "
+        "and repeats its updates, or with lag gets it once a lag"
+    )
     out.append("")
     for k, m, lag in ((1, 1, False), (4, 1, False), (4, 1, True), (4, 2, False), (4, 2, True)):
         if k + m <= case.ps:

@@ -202,6 +202,7 @@ def protection_text(found: ProtectionView) -> str:
         text = f"{kind}: {found.full} of {partitions} partitions protected"
         text += f", {found.less} less" if found.less else ""
         text += f", {found.none} not" if found.none else ""
+    text += f"; {found.dense}" if found.dense else ""
     if found.pushes_waiting:
         text += f"; {found.pushes_waiting} pushes wait until mirrors have caught up"
     if found.machines > 1 and found.lost_with_machine:

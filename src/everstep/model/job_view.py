@@ -192,6 +192,7 @@ class ProtectionView(msgspec.Struct, frozen=True):
     - ``rebuild_share``: of a ps' time that contents may take while workers ask for rows [share, 0 to 1]
     - ``contents_bytes``: that the ps took in for rebuilds, new mirrors and moves so far [bytes]
     - ``contents_busy_s``: that ps spent on sending them, without pauses [seconds]
+    - ``dense``: how the dense part of the model outlives a lost ps; "": it does not [text]
     """
 
     parity: str
@@ -215,6 +216,7 @@ class ProtectionView(msgspec.Struct, frozen=True):
     rebuild_share: float = 1.0
     contents_bytes: int = 0
     contents_busy_s: float = 0.0
+    dense: str = ""
 
 
 class CheckpointView(msgspec.Struct, frozen=True):

@@ -41,6 +41,7 @@ from everstep.model.memory_limit import OUT_OF_MEMORY
 from everstep.model.observation import Observations, ServerSeen, WorkerSeen
 from everstep.model.partition_load import PartitionView
 from everstep.monitor.slowness import fault_words, judge
+from everstep.policies.dense_part import dense_words
 from everstep.policies.node_selection import HOME_NODE
 from everstep.policies.waits import longer_wait_s
 from everstep.units import seconds
@@ -278,6 +279,7 @@ def protection_view(brain: Brain, measured: Measured) -> ProtectionView | None:
         rebuild_share=spec.rebuild_share,
         contents_bytes=int(summed("contents_bytes")),
         contents_busy_s=round(summed("contents_busy_s"), 3),
+        dense=dense_words(spec.grouped, spec.protect == "lag", partitions.code.m),
     )
 
 
