@@ -26,6 +26,7 @@ from everstep.cli.remembered_job import SeenJob, remember_job
 from everstep.cli.suspend import go_on, keep_elsewhere, take_here, wait_for_capacity
 from everstep.config.capacity import parse_capacity
 from everstep.config.load import check_policy_module, check_script, load_spec, new_run_dir, read_spec, save_spec
+from everstep.config.parity import parse_code
 from everstep.config.spec import JobSpec
 from everstep.errors import ConfigError, EverstepError, StorageError
 from everstep.model.capacity import Market, Offer, offer_words
@@ -36,6 +37,7 @@ from everstep.platforms.capacity import JoinedHosts, first_machine
 from everstep.platforms.fleet_runner import FleetRunner
 from everstep.platforms.notices import sources_of
 from everstep.platforms.trace_capacity import read_trace
+from everstep.policies.dense_part import dense_words
 from everstep.protect.model import IN_RUN_DIR
 
 if TYPE_CHECKING:
@@ -389,6 +391,8 @@ class _Run:
         if spec.consistency != "async":
             servers += f", {spec.consistency}"
         sys.stdout.write(f"everstep: {spec.name}: {spec.workers} workers, {servers}, run directory {run_dir}\n")
+        if dense := dense_words(spec.grouped, spec.protect == "lag", parse_code(spec.parity).m if spec.ps else 0):
+            sys.stdout.write(f"parity {spec.parity}: {dense}\n")
         if of_cluster(spec):
             each = f"{spec.capacity_workers} workers, {spec.capacity_ps} ps"
             print(f"everstep: {spec.capacity_nodes} nodes of {spec.capacity}, at most {each} on each", flush=True)

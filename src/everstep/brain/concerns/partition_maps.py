@@ -12,7 +12,6 @@ from everstep.ids import Incarnation, PartitionId, ShardKey
 from everstep.model.decision import Decision
 from everstep.model.member import MemberState
 from everstep.model.placement import Placement
-from everstep.policies.dense_part import dense_words
 from everstep.policies.domains import layout_words
 from everstep.policies.moves import MoveSteps, advance, under_way
 from everstep.policies.placement_builder import How, Pending, PlacementBuilder
@@ -66,8 +65,7 @@ class PartitionMaps(PartitionPart):
         words = f"all {len(slots)} ps have joined; partition b goes to ps b mod {len(slots)}"
         if code.m:
             stripes = code.stripes(partitions)
-            dense = dense_words(self.job.spec.grouped, self.job.spec.protect == "lag", code.m)
-            words = f"all {len(slots)} ps have joined; {partitions} partitions in {stripes} stripes of {code}; {dense}"
+            words = f"all {len(slots)} ps have joined; {partitions} partitions in {stripes} stripes of {code}"
         return [PublishPlacement(placement, Decision("place partitions", words)), *self._say_cover()]
 
     def _say_cover(self) -> list[InstructionType]:
