@@ -287,14 +287,19 @@ class Played:
         return read_summary(self.run_dir) or JobSummary()
 
     def exact(self) -> str:
-        """Return what the audit and the witness have to say against the run; "": each sample counted exactly once."""
-        report = witnessed(self.run_dir, audit(self.run_dir))
-        return "" if report.verdict is Verdict.EXACT and not report.witness and report.finished else report.text()
+        """As ``against``, of this run."""
+        return against(self.run_dir)
 
     def close(self) -> None:
         for child in self._more:
             child.kill()
         self.job.close()
+
+
+def against(run_dir: Path) -> str:
+    """Return what the audit and the witness have to say against a run; "": each sample counted exactly once."""
+    report = witnessed(run_dir, audit(run_dir))
+    return "" if report.verdict is Verdict.EXACT and not report.witness and report.finished else report.text()
 
 
 def part_of(recording: Path, from_h: float, to_h: float) -> str:

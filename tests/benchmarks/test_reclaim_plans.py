@@ -6,6 +6,8 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 
 @pytest.fixture(autouse=True)
@@ -43,3 +45,33 @@ def test_one_job_that_is_not_exact_or_whose_node_was_not_empty_in_time_is_seen()
     found = _summed([good, late])
     assert found["holds"] == {"exact": False, "empty_of_notice": False}
     assert found["figures"]["reclaims"] == 101.0 and found["figures"]["reclaims_least"] == 50.0
+
+
+@pytest.mark.parametrize("form", ["one", "parts"])
+def test_a_left_model_that_is_worse_than_seeds_explain_is_seen(tmp_path: Path, form: str) -> None:
+    from benchmarks.reclaim import Reclaimed, _summed
+
+    from benchmarks import _quality
+
+    ids, label = _quality.samples_of(320)
+    means = torch.zeros(_quality.KEYS, _quality.DIM)
+    for key in range(_quality.KEYS):
+        means[key, 0] = label[ids == key].mean()
+    top = {"top.weight": torch.tensor([[1.0, 0.0, 0.0, 0.0]]), "top.bias": torch.zeros(1)}
+
+    def left(fields: torch.Tensor) -> _quality.Quality:
+        model = tmp_path / "model"
+        (model / "tables").mkdir(parents=True, exist_ok=True)
+        if form == "one":
+            save_file({**top, "fields.weight": fields}, model / "model.safetensors")
+        else:
+            save_file(top, model / "dense.safetensors")
+            keys = torch.randperm(_quality.KEYS)
+            save_file({"keys": keys, "values": fields[keys].contiguous()}, model / "tables" / "fields.safetensors")
+        return _quality.quality(tmp_path, 320, 16, 80, seeds=4)
+
+    best, wrong = left(means), left(means.roll(1, 0))
+    assert best.of_seeds <= best.most_of_seeds < wrong.of_seeds
+    done = [Reclaimed("", 50, 0.0, 0.9, [], 1, found) for found in (best, wrong)]
+    assert _summed(done[:1])["holds"]["as_seeds"] and not _summed(done)["holds"]["as_seeds"]
+    assert _summed(done)["figures"]["as_seeds"] == 0.5
