@@ -224,7 +224,10 @@ class Plan(NamedTuple):
 
     def epochs(self, reclaims: int) -> int:
         """Return how many make the data last longer than so many reclaims."""
-        return round(EPOCHS[self.nodes] * self.quiet_s / 15.0 * reclaims / RECLAIMS) + 4
+        longer = self.quiet_s / 15.0
+        if self.nodes > 4:  # (so many are taken back at once that pauses hardly count)
+            longer = min(longer, 2.0)
+        return round(EPOCHS[self.nodes] * longer * reclaims / RECLAIMS) + 4
 
     def flags(self, stretch: float) -> list[str]:
         """Parity is as wide as the machines allow: a ps on each of the first four, and on the first node."""
