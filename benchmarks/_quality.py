@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,27 +53,33 @@ def left_loss(run_dir: Path, samples: int) -> float:
     return float((said.squeeze(1) - label).square().mean())
 
 
-def plain_loss(seed: int, samples: int, batch: int, epochs: int) -> float:
-    """Train the job's model in plain PyTorch; return its loss over all samples."""
+def plain_loss(seed: int, samples: int, batch: int, epochs: int, late: int = 0) -> float:
+    """Train the job's model in plain PyTorch; return its loss over all samples. ``late``: each gradient is applied so
+    many steps after it was computed, as where so many more workers train at once (mode ps, async)."""
     torch.manual_seed(seed)
     fields, top = nn.Embedding(KEYS, DIM), nn.Linear(DIM, 1)
-    opt = torch.optim.SGD([*fields.parameters(), *top.parameters()], lr=RATE)
+    trained = [*fields.parameters(), *top.parameters()]
+    opt = torch.optim.SGD(trained, lr=RATE)
     ids, label = samples_of(samples)
+    waiting: deque[tuple[Tensor, ...]] = deque()
     for _ in range(epochs):
         for some in torch.randperm(samples).split(batch):
-            opt.zero_grad()
-            (top(fields(ids[some])).squeeze(1) - label[some]).square().mean().backward()
-            opt.step()
+            loss = (top(fields(ids[some])).squeeze(1) - label[some]).square().mean()
+            waiting.append(torch.autograd.grad(loss, trained))
+            if len(waiting) > late:
+                for p, gradient in zip(trained, waiting.popleft(), strict=True):
+                    p.grad = gradient
+                opt.step()
     with torch.no_grad():
         return float((top(fields(ids)).squeeze(1) - label).square().mean())
 
 
-def quality(run_dir: Path, samples: int, batch: int, epochs: int, seeds: int = 8) -> Quality:
-    """Compare the model that a run left with plain runs of as many epochs."""
+def quality(run_dir: Path, samples: int, batch: int, epochs: int, late: int = 0, seeds: int = 8) -> Quality:
+    """Compare the model that a run left with plain runs of as many epochs, with gradients as late."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        plain = tuple(plain_loss(seed, samples, batch, epochs) for seed in range(seeds))
+        plain = tuple(plain_loss(seed, samples, batch, epochs, late) for seed in range(seeds))
         return Quality(left_loss(run_dir, samples), plain)
     finally:
         torch.set_num_threads(threads)

@@ -13,7 +13,8 @@ once. ``zero``: times that no machine was left beside the first. ``empty_s``: fr
 node; ``empty_of_notice`` (p95): that time as a share of the notice. ``goodput``: as ``everstep cost`` has it. It
 counts starts against machines that live for seconds, so it says how the two sides compare, not what a real job would
 have. ``loss``: of the models that the full form's jobs left, over the mean of eight plain PyTorch runs of as many
-epochs from other seeds (the worst of them); ``as_seeds``: share of jobs where that is within three deviations of these.
+epochs from other seeds (the worst of them; of mode ps with gradients as late as the machines make them); ``as_seeds``:
+share of jobs where that is within three deviations of these.
 
 ``NMB.safe_s`` (p95 of the rounds): a ps with N MB of rows and optimizer state, which nobody else has, gets a notice of
 15 s; until all its partitions are owned elsewhere, while training goes on. ``NMB.mb_per_s``: what moved in that time.
@@ -42,6 +43,7 @@ from benchmarks._supervised import BATCH, RECORDED, Played, Seen, against
 from benchmarks.supervise import ends_well
 from benchmarks.witness import fork_server
 from everstep.brain.events import CapacityChanged, Event, ProcessExited
+from everstep.cli.display import JobSummary, read_summary
 from everstep.cli.replay import JOURNAL_FILE
 from everstep.errors import EverstepError
 from everstep.ids import NodeId
@@ -296,7 +298,10 @@ def _read(run_dir: Path, plan: Plan, reclaims: int, seen: Seen | None, problem: 
     events = _events(run_dir)
     goodput = read_spending(until_reclaim(events, reclaims)).goodput() or 0.0
     count, zero = _taken_back(run_dir), len(seen.spans(lambda m: not m.spot)) - 1 if seen else 0
-    found = quality(run_dir, SAMPLES, BATCH, plan.epochs(reclaims)) if seen and not problem else None
+    found = None
+    if seen and not problem:
+        epochs = round((read_summary(run_dir) or JobSummary()).samples_done / SAMPLES)
+        found = quality(run_dir, SAMPLES, BATCH, epochs, late=plan.nodes if plan.mode == "ps" else 0)
     loss = f"{found.of_seeds:.4f} of plain runs, at most {found.most_of_seeds:.4f}" if found else "not looked at"
     say(
         f"{plan.name}: {count} reclaims, to no machine {zero} times, {problem or 'exact'}, goodput {goodput:.3f}, "
