@@ -8,6 +8,8 @@ before the death; what is trained again is lost. So the redo counts, as ECRM cou
 - *parity*: 4+1, one ps killed (SIGKILL). The window ends AFTER_S after every partition is fully protected again, its
   replacement included;
 - *unpaced*: the same with ``--rebuild-share 1``; its figures begin with ``unpaced_``;
+- *device*: as *parity*, with workers on emulated accelerators (a step is ``STEP_S`` of sleep), so that the ps have
+  time of their own, and with ``KEYS`` rows of ``DIM`` numbers; its figures begin with ``device_``;
 - *restore*: no parity, a checkpoint every ``interval_s``; the whole job is killed half an interval after its newest
   checkpoint began (on average that much is trained again), and taken up from there with ``everstep resume``. The window
   ends AFTER_S after as many samples as before the death are trained;
@@ -30,17 +32,19 @@ is left out then).
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks._jobs import Job, longest_gap, pushes, rate
-from benchmarks._measure import Result, beside, interleaved, median, say, spread
+from benchmarks._measure import ROOT, Result, beside, interleaved, median, say, spread
 from everstep.config.spec import JobSpec
 
 BATCH = 512
@@ -52,6 +56,9 @@ LONG_S = 10.0
 N_PS = 6
 PS = ["--workers", "2", "--ps", str(N_PS)]
 VICTIM = 1
+DEVICE = ROOT / "benchmarks" / "twins" / "slow_device.py"
+STEP_S, DEVICE_BATCH, FIELDS, KEYS, DIM = 0.08, 64, 200, 500_000, 32
+DEVICE_WARM_S = 12.0  # until every row is there
 INTERVALS_S = (30, 600, 1800)
 
 
@@ -95,11 +102,26 @@ def unpaced(home: Path, interval_s: float) -> dict[str, float]:
     return {f"unpaced_{name.removeprefix('parity_')}": value for name, value in found.items()}
 
 
-def killed(home: Path, share: float) -> dict[str, float]:
-    job = Job.start(home, [*PS, "--parity", "4+1", "--rebuild-share", f"{share:g}"], EPOCHS, BATCH, LIMIT_S)
+def device(home: Path, interval_s: float) -> dict[str, float]:
+    """The job's data lasts longer than the window."""
+    samples = round(DEVICE_BATCH / STEP_S * 2 * 120.0)
+    script = [str(DEVICE), "--mode", "ps", "--home", str(home), "--members", "2", "--rows", str(samples)]
+    script += ["--batch", str(DEVICE_BATCH), "--sample-s", str(STEP_S / DEVICE_BATCH), "--fields", str(FIELDS)]
+    script += ["--keys", str(KEYS), "--dim", str(DIM), "--pattern", json.dumps({"kind": "constant", "s": 1.0})]
+    found = killed(home, JobSpec().rebuild_share, script)
+    return {f"device_{name.removeprefix('parity_')}": value for name, value in found.items()}
+
+
+def killed(home: Path, share: float, script: Sequence[str] = ()) -> dict[str, float]:
+    """``script``: in place of the flights."""
+    flags = [*PS, "--parity", "4+1", "--rebuild-share", f"{share:g}"]
+    if script:
+        job = Job(home, ["run", *flags], ["--", *script], LIMIT_S)
+    else:
+        job = Job.start(home, flags, EPOCHS, BATCH, LIMIT_S)
     try:
         job.wait_for(lambda: job.samples_done() > 0 and job.safe())
-        begin = time.monotonic() + SPEED_S
+        begin = time.monotonic() + SPEED_S + (DEVICE_WARM_S if script else 0.0)
         job.wait_for(lambda: time.monotonic() > begin)
         bytes_before, busy_before_s = contents(job)  # from the beginning, when tables were small
         died_at = job.kill_ps(VICTIM)
@@ -206,7 +228,7 @@ def over_parity(figures: dict[str, float], interval_s: float) -> dict[str, float
 def run(quick: bool) -> Result:
     interval_s = float(os.environ.get("EVERSTEP_RECOVERY_INTERVAL_S", "8" if quick else "30"))
     rounds = 1 if quick else int(os.environ.get("EVERSTEP_RECOVERY_ROUNDS", "3"))
-    known = {"parity": parity, "unpaced": unpaced, "restore": restore, "partial": partial}
+    known = {"parity": parity, "unpaced": unpaced, "device": device, "restore": restore, "partial": partial}
     names = os.environ.get("EVERSTEP_RECOVERY_SIDES", ",".join(known)).split(",")
     if unknown := set(names) - known.keys():
         raise SystemExit(f"EVERSTEP_RECOVERY_SIDES: no side is called {sorted(unknown)}; there are {list(known)}")
@@ -225,6 +247,9 @@ def run(quick: bool) -> Result:
     aims = {
         "served_s": "<= 0.05",
         "speed_until_protected": ">= 0.9",
+        "device_served_s": "<= 0.05",
+        "device_speed_until_protected": ">= 0.9",
+        "device_protected_over_bound": "<= 1.3",
         "protected_over_bound": "<= 1.3",
         "restore_over_parity": ">= 10.3",
         "speed_10s": ">= 0.9",

@@ -36,9 +36,10 @@ parser.add_argument("--sample-s", type=float, default=0.002)
 parser.add_argument("--static", action="store_true")
 parser.add_argument("--fields", type=int, default=1, help="mode ps: rows of a sample")
 parser.add_argument("--keys", type=int, default=512, help="mode ps: different rows")
+parser.add_argument("--dim", type=int, default=4, help="mode ps: numbers of a row")
 args = parser.parse_args()
 
-FEATURES, DIM = 16, 4
+FEATURES, DIM = 16, args.dim
 WAIT_S = 120.0
 
 torch.set_num_threads(1)
