@@ -10,16 +10,21 @@ measured in it. ``NAME.own_off`` and ``NAME.other_off``: how far the samples of 
 What has to be measured with a quiet machine is the time of a fork and of an agent: where they vary from run to run,
 ``other`` does. ``ps``: mode ps with parity 1+1, no notice; ``hybrid``: its dense part in mode allreduce, a notice of
 5 s. Quick: one run of mode ps with ten reclaims, compared with itself.
+
+``--kept DIR``: no new runs. Each job of ``reclaim --plan NAME --keep DIR/NAME`` that is there is compared with itself.
 """
 
 from __future__ import annotations
 
+import argparse
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks._measure import Result, each_round, median, say, spread
-from benchmarks.reclaim import LEAD_S, TRACE, played_job, until_reclaim
+from benchmarks._supervised import RECORDED
+from benchmarks.reclaim import LEAD_S, PLANS, RECLAIMS, TRACE, played_job, until_reclaim
 from everstep.brain.events import Event
 from everstep.cli.replay import JOURNAL_FILE
 from everstep.config.spec import JobSpec
@@ -60,22 +65,51 @@ def run_of(events: list[Event], name: str) -> Run:
     return Run(length_s, brain.shards.samples_done, recorded.model(name), work, brain.job.spec)
 
 
-def forecast(run: Run, model: MeasuredJob, quiet_s: float, lead_s: float) -> list[Outcome]:
+def forecast(
+    run: Run, model: MeasuredJob, quiet_s: float, lead_s: float, trace: Path = TRACE, machines: int = MACHINES
+) -> list[Outcome]:
     """Return virtual jobs with the machines of a run, and with the times of a model."""
-    story = Story(read_trace(TRACE), Offer("recorded", "", Market.SPOT), MACHINES, 0.0, SPEED, quiet_s)
+    story = Story(read_trace(trace), Offer("recorded", "", Market.SPOT), machines, 0.0, SPEED, quiet_s)
     return [virtual(run.spec, run.work, model, story, lead_s, run.length_s, seed) for seed in range(SEEDS)]
 
 
-def compared(run: Run, model: MeasuredJob, quiet_s: float, lead_s: float) -> tuple[float, float, float]:
+def compared(
+    run: Run, model: MeasuredJob, quiet_s: float, lead_s: float, trace: Path = TRACE, machines: int = MACHINES
+) -> tuple[float, float, float]:
     """Return the goodput of a real run and of its forecast, and how far the forecast's samples are off."""
-    outcomes = forecast(run, model, quiet_s, lead_s)
+    outcomes = forecast(run, model, quiet_s, lead_s, trace, machines)
     samples = median([float(outcome.samples) for outcome in outcomes])
     real = run.samples / median([outcome.could for outcome in outcomes])
     return real, median([outcome.goodput for outcome in outcomes]), abs(samples / run.samples - 1)
 
 
-def run(quick: bool) -> Result:
+def kept(folder: Path) -> Result:
+    """Compare the jobs that ``reclaim`` has kept."""
+    found: Result = {"figures": {}, "aims": {}, "holds": {}, "spread": {}}
+    for plan in PLANS:
+        journal = folder / plan.name / plan.name / "run" / JOURNAL_FILE
+        if not journal.exists():
+            continue
+        events = [event for _, event, _ in read_journal(journal)]
+        seen = run_of(until_reclaim(events, RECLAIMS), plan.name)
+        real, own, off = compared(seen, seen.model, plan.quiet_s, plan.lead_s, RECORDED / plan.recording, plan.nodes)
+        say(f"{plan.name}: {seen.samples} samples in {seen.length_s:.0f} s; goodput {real:.3f}, forecast {own:.3f}")
+        found["figures"] |= {f"{plan.name}.real": real, f"{plan.name}.own": own, f"{plan.name}.own_off": off}
+    if not found["figures"]:
+        raise SystemExit(f"--kept {folder}: has no job of reclaim --plan NAME --keep {folder}/NAME")
+    offs = [value for name, value in found["figures"].items() if name.endswith(".own_off")]
+    found["figures"]["own_off"], found["spread"]["own_off"] = median(offs), spread(offs)
+    found["aims"]["own_off"], found["holds"]["own_off"] = f"<= {OFF_MOST:g}", found["figures"]["own_off"] <= OFF_MOST
+    return found
+
+
+def run(quick: bool, arguments: Sequence[str] = ()) -> Result:
     """Run each side twice for real (quick: once), then forecast each run by both."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks calibration")
+    parser.add_argument("--kept", type=Path)
+    args = parser.parse_args(arguments)
+    if args.kept:
+        return kept(args.kept)
     reclaims, quiet_s, rounds = (10, 12.0, 1) if quick else (28, 15.0, 2)
     found: Result = {"figures": {}, "aims": {}, "holds": {}, "spread": {}}
     for mode, lead_s in list(SIDES.items())[: 1 if quick else 2]:
