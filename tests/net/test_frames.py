@@ -193,13 +193,13 @@ def test_a_trickle_does_not_outlive_the_deadline(pair: tuple[FrameSocket, FrameS
 def test_a_slow_reader_does_not_hold_the_sender_for_ever(pair: tuple[FrameSocket, FrameSocket]) -> None:
     one, _two = pair
     one.set_ticks(0.01, 0.01)
-    waits = []
+    waits: list[int] = []
     with pytest.raises(DeadlineError):
         one.send(
             FrameKind.ANSWER,
             b"",
             [bytes(4_000_000)],
-            deadline=Deadline(0.1, "sending"),
+            deadline=Deadline(1.0, "sending"),
             on_wait=lambda: waits.append(1),
         )
     assert waits

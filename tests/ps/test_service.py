@@ -22,6 +22,8 @@ from everstep.monitor.audit import read_log
 from everstep.monitor.records import AuditRecord
 from everstep.native import batch_fingerprint, bitmap, unique_route
 from everstep.net.messages import (
+    OPEN_TOGETHER,
+    AllOpened,
     Bad,
     DataAnswer,
     DataRequest,
@@ -32,6 +34,7 @@ from everstep.net.messages import (
     Moved,
     Opened,
     OpenShard,
+    OpenShards,
     Peek,
     Peeked,
     PsStats,
@@ -43,6 +46,7 @@ from everstep.net.messages import (
     RowsPart,
     Scan,
     Scanned,
+    ShardToOpen,
     Stat,
 )
 from everstep.ps import mirror_server
@@ -194,6 +198,31 @@ def test_partitions_that_it_never_had_are_not_taken_silently(tmp_path: Path, cap
     assert s.store.owned() == [0, 2, 4, 6]
     assert isinstance(ask(s, OpenShard(SHARD, 0, LeaseNo(1))), Moved)
     assert "partition 1" in caplog.text
+
+
+def test_leases_that_are_opened_together_are_answered_as_one_by_one(service: PsService) -> None:
+    """One is at its watermark, one is fenced by a later lease, one was released, one is new; twice is as once."""
+    shards = [shard_key(0, 0, i) for i in range(4)]
+    open_shard(service)
+    assert shards[3] == SHARD and ask(service, *push(0, 5)) == Pushed(B, 0)
+    ask(service, OpenShard(shards[0], 0, LeaseNo(9)))
+    service.release([shards[1]])
+    wanted = tuple(ShardToOpen(shard, 7, LeaseNo(2)) for shard in shards)
+    for _ in range(2):
+        found = ask(service, OpenShards(wanted))
+        assert isinstance(found, AllOpened) and found.incarnation == 1
+        assert np.frombuffer(found.partitions, "<i4").tolist() == list(range(B))
+        marks = [None if one is None else np.frombuffer(one, "<i8").tolist() for one in found.watermarks]
+        assert marks == [None, None, [7] * B, [5] * B]
+    assert ask(service, *push(5, 6)) == Pushed(0, 0, fenced=True), "the newer lease has it"
+    alone = ask(service, OpenShard(SHARD, 0, LeaseNo(2)))
+    assert alone == Opened(Incarnation(1), found.partitions, found.watermarks[3] or b"")
+    none = ask(service, OpenShards(wanted[:2]))
+    assert none == AllOpened(Incarnation(1), b"", (None, None))
+    many = ask(service, OpenShards((wanted[2],) * (OPEN_TOGETHER + 1)))
+    assert isinstance(many, Bad) and f"at most {OPEN_TOGETHER}" in many.error
+    service.set_placement(placement(2, (0, 1) * 4))
+    assert isinstance(ask(service, OpenShards(wanted, 1)), Moved)
 
 
 def test_a_later_lease_fences_and_a_released_shard_is_closed(service: PsService) -> None:

@@ -8,8 +8,10 @@ run under it too, so that pushes leave in order.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+
+import msgspec
 
 from everstep.api.listeners import WorkerRuntime
 from everstep.api.loop_ending import LoopEnding
@@ -20,7 +22,18 @@ from everstep.model.placement import Placement
 from everstep.model.shard import Lease, split_key
 from everstep.model.step_schedule import StepSchedule
 from everstep.net import messages
-from everstep.net.messages import Bad, DataAnswer, LeaseClosed, Moved, Opened, OpenShard, Push, Pushed, RowsPart
+from everstep.net.messages import (
+    OPEN_TOGETHER,
+    AllOpened,
+    Bad,
+    DataAnswer,
+    Moved,
+    OpenShards,
+    Push,
+    Pushed,
+    RowsPart,
+    ShardToOpen,
+)
 from everstep.net.retry import backoff
 from everstep.tables.computed_step import ComputedStep, StepKey, StepPayload, key_of
 from everstep.tables.inputs import Inputs
@@ -39,12 +52,37 @@ from everstep.tables.worker_protocol import (
     WorkerAction,
     WorkerProtocol,
     WorkFinished,
-    watermarks_of,
+    arrays_of,
 )
 
 _OPEN_AGAIN_S = 0.05  # a ps that has not heard of the newest map does so soon; then twice as long each time
 _OPEN_AGAIN_MAX_S = 1.0
 _TICK_S = 0.2
+
+
+class OpenTogether(msgspec.Struct, frozen=True, gc=False):
+    """Is several ``SendOpen`` to one ps, in one request."""
+
+    ps: Slot
+    leases: tuple[Lease, ...]
+
+
+def together(actions: Sequence[WorkerAction]) -> list[WorkerAction | OpenTogether]:
+    """Return the same with the leases that are to be opened at one ps in one request, ``OPEN_TOGETHER`` at most, where
+    the first of them was: a new map has a worker open all that it holds, at every ps."""
+    by_ps: dict[Slot, list[Lease]] = {}
+    for action in actions:
+        if isinstance(action, SendOpen):
+            by_ps.setdefault(action.ps, []).append(action.lease)
+    out: list[WorkerAction | OpenTogether] = []
+    for action in actions:
+        if not isinstance(action, SendOpen):
+            out.append(action)
+            continue
+        leases = by_ps.pop(action.ps, [])
+        for at in range(0, len(leases), OPEN_TOGETHER):
+            out.append(OpenTogether(action.ps, tuple(leases[at : at + OPEN_TOGETHER])))
+    return out
 
 
 class ProtocolDriver:
@@ -62,7 +100,7 @@ class ProtocolDriver:
         self.changed = threading.Condition(self.lock)
         self.samples = 0  # applied, by this process
         self.tells = False  # the script has begun a loop: the master is told where we are
-        self._inputs = Inputs(self.changed, self._do)
+        self._inputs: Inputs[WorkerAction | OpenTogether] = Inputs(self.changed, self._do)
         self._payloads: dict[StepKey, StepPayload] = {}
         self._name_of = name_of
 
@@ -172,12 +210,12 @@ class ProtocolDriver:
 
     def feed(self, event: Callable[[], list[WorkerAction]]) -> None:
         """Give the machine an input and do what it wants."""
-        self._inputs.feed(event)
+        self._inputs.feed(lambda: together(event()))
         if self.admission.gate is not None:
             with self.lock:
                 self.report_clock()
 
-    def _do(self, action: WorkerAction) -> None:
+    def _do(self, action: WorkerAction | OpenTogether) -> None:
         machine = self.protocol
         if isinstance(action, SendPush):
             self._send_push(action)
@@ -190,8 +228,8 @@ class ProtocolDriver:
         elif isinstance(action, AskLater):
             ask = action.ask
             self.runtime.later(action.after_s, lambda: self.feed(lambda: machine.ask_again(ask)))
-        elif isinstance(action, SendOpen):
-            self._send_open(action)
+        elif isinstance(action, OpenTogether):
+            self._send_open(action.ps, action.leases)
         elif isinstance(action, SendDone):
             lease = action.lease
             done = ShardDone(lease.shard, lease.no, action.servers, action.skipped, action.route)
@@ -219,29 +257,39 @@ class ProtocolDriver:
         # That shard may have been the one that our own pending request waits for.
         self.feed(lambda: self.protocol.ask_again(self.protocol.asked))
 
-    def _send_open(self, action: SendOpen, waits: Iterator[float] | None = None) -> None:
-        ps, lease = action.ps, action.lease
+    def _send_open(self, ps: Slot, leases: tuple[Lease, ...], waits: Iterator[float] | None = None) -> None:
         waits = waits or backoff(_OPEN_AGAIN_S, _OPEN_AGAIN_MAX_S, at_once=False)
 
         def then(answer: DataAnswer, body: memoryview) -> None:
-            if isinstance(answer, Opened):
-                partitions, marks = watermarks_of(answer)
-                self.feed(lambda: self.protocol.opened(ps, lease.no, answer.incarnation, partitions, marks))
-                if self.protocol.awaits_open(ps, lease.no):  # it has not heard of our map, or we not of its
+            if isinstance(answer, AllOpened):
+                self.feed(lambda: self._opened(ps, leases, answer))
+                if self._awaited(ps, leases):  # it has not heard of our map, or we not of its
                     self.runtime.later(next(waits), again)
-            elif isinstance(answer, LeaseClosed):
-                self.feed(lambda: self.protocol.closed(ps, lease.no, answer.reason))
-            elif not isinstance(answer, Moved):  # a newer map is here: the lease will be opened by that
+            elif not isinstance(answer, Moved):  # a newer map is here: the leases will be opened by that
                 self._unexpected(ps, answer)
 
         def again() -> None:
             with self.lock:
-                if self.protocol.awaits_open(ps, lease.no):
-                    self._send_open(action, waits)
+                left = self._awaited(ps, leases)
+                if left:
+                    self._send_open(ps, left, waits)
 
         client = self.client
         if client.router.version == self.protocol.route:
-            client.submit(ps, OpenShard(lease.shard, lease.start, lease.no, client.router.version), then)
+            shards = tuple(ShardToOpen(lease.shard, lease.start, lease.no) for lease in leases)
+            client.submit(ps, OpenShards(shards, client.router.version), then)
+
+    def _opened(self, ps: Slot, leases: tuple[Lease, ...], answer: AllOpened) -> list[WorkerAction]:
+        out: list[WorkerAction] = []
+        for lease, encoded in zip(leases, answer.watermarks, strict=True):
+            if encoded is None:
+                out += self.protocol.closed(ps, lease.no, "a later lease has this shard, or it is over")
+            else:
+                out += self.protocol.opened(ps, lease.no, answer.incarnation, *arrays_of(answer.partitions, encoded))
+        return out
+
+    def _awaited(self, ps: Slot, leases: tuple[Lease, ...]) -> tuple[Lease, ...]:
+        return tuple(lease for lease in leases if self.protocol.awaits_open(ps, lease.no))
 
     def _send_push(self, action: SendPush) -> None:
         ps, token, life = action.ps, action.token, action.life

@@ -299,6 +299,25 @@ class OpenShard(msgspec.Struct, frozen=True, tag="open"):
     version: Whole = 0
 
 
+class ShardToOpen(msgspec.Struct, frozen=True, array_like=True):
+    """Is a lease of ``shard`` from ``start`` on."""
+
+    shard: ShardKey
+    start: Whole
+    lease: LeaseNo
+
+
+OPEN_TOGETHER = 16
+"""Leases in one ``OpenShards``, at most: the answer is a header, and a ps may own thousands of partitions."""
+
+
+class OpenShards(msgspec.Struct, frozen=True, tag="open_all"):
+    """Does what an ``OpenShard`` of each would do. Answer: AllOpened | Moved | Bad."""
+
+    shards: tuple[ShardToOpen, ...]
+    version: Whole = 0
+
+
 class RowsPart(msgspec.Struct, frozen=True, array_like=True):
     """Is the rows of one table in one message. ``keys``: int64[n], unique, grouped by partition ascending.
 
@@ -630,6 +649,7 @@ DataRequest = (
     Attach
     | Declare
     | OpenShard
+    | OpenShards
     | Pull
     | Push
     | Put
@@ -679,6 +699,14 @@ class Opened(msgspec.Struct, frozen=True, tag="opened", rename={"partitions": "b
     incarnation: Incarnation
     partitions: bytes  # int32
     watermarks: bytes  # int64
+
+
+class AllOpened(msgspec.Struct, frozen=True, tag="all_opened"):
+    """Brings what an ``Opened`` of each shard would bring, in the order of the request; None: its lease is closed."""
+
+    incarnation: Incarnation
+    partitions: bytes  # int32
+    watermarks: tuple[bytes | None, ...]  # int64 each
 
 
 class LeaseClosed(msgspec.Struct, frozen=True, tag="closed"):
@@ -835,6 +863,7 @@ DataAnswer = (
     LogTaken
     | Declared
     | Opened
+    | AllOpened
     | LeaseClosed
     | Pulled
     | Pushed

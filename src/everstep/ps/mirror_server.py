@@ -46,7 +46,7 @@ from everstep.net.messages import (
     OwnershipTransferred,
     TransferOwnership,
 )
-from everstep.protect.machine import Ask, Machine, MirrorAction
+from everstep.protect.machine import Ask, Machine, MirrorAction, MirrorDiscarded, ReportProgress
 from everstep.protect.port import Body, StorePort
 from everstep.protect.replication import AppendCode, Batch, Blob, PeerKey, StreamKind
 from everstep.protect.replication_sender import CarryOutcome, EventKind, PeerEvent, ReplicationSender
@@ -220,6 +220,8 @@ class MirrorServer:
     def transition(self) -> Iterator[Machine]:
         """Hold the machine for whatever may change what is served or mirrored here."""
         with self._gate.exclusive(), self.lock:
+            before = self.machine.version, self.rebuilt
+            actions: list[MirrorAction] = []
             try:
                 yield self.machine
                 if self.machine.dirty:
@@ -229,11 +231,16 @@ class MirrorServer:
                 self._failed(f"ps:{self._slot} failed with its mirrors", error)
                 raise
             finally:
-                self._do(self.machine.take_actions())
+                actions = self.machine.take_actions()
+                self._do(actions)
                 self.rebuilt = self.machine.answering
                 self._asks = self.machine.asks()
                 self._receiver.publish(self.machine.version, self.machine.followed())
-                self._changed.notify_all()
+                served = any(not isinstance(action, ReportProgress | MirrorDiscarded) for action in actions)
+                if served or self.machine.arrived or before != (self.machine.version, self.rebuilt):
+                    # Requests wait for nothing else: each that wakes in vain takes the interpreter from the rebuild.
+                    self.machine.arrived = False
+                    self._changed.notify_all()
                 self._wake_peers()
 
     def _wake_peers(self) -> None:
@@ -448,7 +455,7 @@ class MirrorServer:
     def fetch_contents(self, request: FetchContents) -> LogTaken | Moved:
         """Answer a ps that wants contents of a partition."""
         self.wait_placed(request.version)
-        if request.purpose in ("rows", "rest"):  # nothing that is served changes
+        if request.purpose != "other":  # nothing that is served or mirrored here changes
             with self.lock:
                 answer = self.machine.fetch_contents(request)
                 self._asks = self.machine.asks()

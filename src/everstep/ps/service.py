@@ -47,6 +47,8 @@ from everstep.monitor.slowdown import Slowdown
 from everstep.native import Full, PushResult, Recovering, Store, _native, bitmap_partitions, unique_route
 from everstep.net.log import LineLimit
 from everstep.net.messages import (
+    OPEN_TOGETHER,
+    AllOpened,
     Append,
     Bad,
     DataAnswer,
@@ -59,6 +61,7 @@ from everstep.net.messages import (
     Moved,
     Opened,
     OpenShard,
+    OpenShards,
     Peek,
     Peeked,
     PsStats,
@@ -70,6 +73,7 @@ from everstep.net.messages import (
     RowsPart,
     Scan,
     Scanned,
+    ShardToOpen,
     Stat,
     TransferOwnership,
 )
@@ -445,6 +449,8 @@ class PsService:
                 return self.mirrors.append(request, body), []
             case OpenShard():
                 return self._open(request), []
+            case OpenShards():
+                return self._open_all(request), []
             case Declare():
                 return self._declare(request), []
             case Put():
@@ -473,6 +479,18 @@ class PsService:
         return Declared(self.incarnation, tuple(spec.id in initialised for spec in request.tables))
 
     def _open(self, request: OpenShard) -> Opened | ShardClosed | Moved:
+        one = ShardToOpen(request.shard, request.start, request.lease)
+        answer = self._open_all(OpenShards((one,), request.version))
+        if isinstance(answer, Moved):
+            return answer
+        (marks,) = answer.watermarks
+        if marks is None:
+            return ShardClosed("a later lease has this shard, or it is over")
+        return Opened(answer.incarnation, answer.partitions, marks)
+
+    def _open_all(self, request: OpenShards) -> AllOpened | Moved:
+        if len(request.shards) > OPEN_TOGETHER:
+            raise ValueError(f"{len(request.shards)} shards to open at once: at most {OPEN_TOGETHER}")
         if not self.route:
             return Moved(0)  # no placement yet: the worker's is from the future
         self.mirrors.wait_placed(request.version)
@@ -484,20 +502,21 @@ class PsService:
             if request.version not in (0, route) or not self.mirrors.rebuilt:
                 return Moved(route)
             before = self.store.outbox_ticket()
-            opened = self.store.open(request.shard, request.start, request.lease)
-        if opened is None:
-            return ShardClosed("a later lease has this shard, or it is over")
+            opened = [self.store.open(one.shard, one.start, one.lease) for one in request.shards]
+        marks = tuple(found[1].astype("<i8").tobytes() if found is not None else None for found in opened)
+        partitions = next((found[0] for found in opened if found is not None), None)
+        if partitions is None:
+            return AllOpened(self.incarnation, b"", marks)
         # What is before the watermarks is not pushed again: they are as good as an acknowledgement.
         if not self._confirm(before, b"", route, deadline):
             return Moved(self.route)
-        partitions, marks = opened
         if route == self.route and not np.array_equal(partitions, self.mirrors.mine):
             # By all that is known here this cannot be: no worker could go on with such an answer.
             self._limit.warning(
                 f"ps:{self.slot} has partitions {partitions.tolist()}, the map says {self.mirrors.mine.tolist()}"
             )
             return Moved(self.route)
-        return Opened(self.incarnation, partitions.astype("<i4").tobytes(), marks.astype("<i8").tobytes())
+        return AllOpened(self.incarnation, partitions.astype("<i4").tobytes(), marks)
 
     def _pull(self, request: Pull, body: memoryview, arena: memoryview | None) -> Reply:
         deadline = time.monotonic() + self.wait_s

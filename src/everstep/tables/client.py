@@ -31,6 +31,7 @@ from everstep.net.messages import (
     Declare,
     Moved,
     OpenShard,
+    OpenShards,
     Peek,
     Pull,
     Pulled,
@@ -47,7 +48,7 @@ from everstep.tables.routing import Memory, Router, TableRows, parts_by_ps
 Then = Callable[[DataAnswer, memoryview], None]
 """Called once with the answer and its body, on the link's thread."""
 
-Sendable = Declare | OpenShard | Peek | Pull | Push | Put | Scan | Stat
+Sendable = Declare | OpenShard | OpenShards | Peek | Pull | Push | Put | Scan | Stat
 
 GONE = Moved(0)  # the link is closed; the request was not sent
 ADRIFT = Moved(-1)  # the link was closed with the request on its way: a ps with our memory may still write into it

@@ -125,7 +125,7 @@ class AskLater(WorkerAction, frozen=True, gc=False):
 
 
 class SendOpen(WorkerAction, frozen=True, gc=False):
-    """Send ``messages.OpenShard`` to ``ps``; bring the answer to ``opened`` or ``closed``."""
+    """Open ``lease`` at ``ps``, with others or alone; bring the answer to ``opened`` or ``closed``."""
 
     ps: Slot
     lease: Lease
@@ -973,9 +973,14 @@ def bitmap(partitions: Iterable[int], n_partitions: int) -> bytes:
 
 def watermarks_of(message: Opened) -> tuple[list[int], list[int]]:
     """Return the partitions and watermarks inside an ``Opened``, for ``WorkerProtocol.opened``."""
+    return arrays_of(message.partitions, message.watermarks)
+
+
+def arrays_of(encoded_partitions: bytes, encoded_watermarks: bytes) -> tuple[list[int], list[int]]:
+    """Return partitions (int32) and watermarks (int64) from their bytes."""
     partitions, marks = array("i"), array("q")
-    partitions.frombytes(message.partitions)
-    marks.frombytes(message.watermarks)
+    partitions.frombytes(encoded_partitions)
+    marks.frombytes(encoded_watermarks)
     return partitions.tolist(), marks.tolist()
 
 
