@@ -16,7 +16,9 @@ from everstep.cli.main import cli
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "sizing.md").read_text()
 LINES = [line for block in PAGE.split("```")[1::2] if block.startswith("sh\n") for line in block.splitlines()[1:]]
-RUNS = [line for line in LINES if line.startswith("everstep run") and "auto" not in line and "memory" not in line]
+RUNS = [
+    line for line in LINES if line.startswith("everstep run --workers") and "auto" not in line and "memory" not in line
+]
 SIZED = LINES[next(i for i, line in enumerate(LINES) if "--workers auto" in line) :]
 ESTIMATES = [line for line in LINES if line.startswith("everstep estimate") and "--no-run" not in line]
 SAMPLES = 12_000

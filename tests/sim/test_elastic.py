@@ -82,6 +82,18 @@ def test_a_loss_that_nobody_told_of_costs_more() -> None:
     assert silent.ended and silent.goodput < told.goodput - 0.02
 
 
+@pytest.mark.parametrize("mode", ["ps", "allreduce"])
+def test_a_machine_that_is_told_to_go_before_it_has_joined_trains_nothing(mode: str) -> None:
+    """Its whole life is shorter than the notice: its agent finds the notice when it is up."""
+    brief = tuple(MachineLife(at, at + 50.0) for at in (100.0, 300.0, 500.0))
+    told, silent = (
+        job_on(Trace(brief, 1000.0, 1), spec_of(mode), Work(10**9, 1, 1000), s).run(900.0) for s in (60.0, 0.0)
+    )
+    assert told.reclaims == silent.reclaims == 3
+    assert told.samples == pytest.approx(900_000, rel=0.02)  # of the machine that stays
+    assert silent.samples > 1_020_000
+
+
 def test_a_job_waits_for_members_as_its_settings_say() -> None:
     lives = (MachineLife(0.0, 500.0), MachineLife(0.0, 500.0))
     spec = spec_of("allreduce", min_workers=2, max_wait="10m", on_wait_timeout="suspend", model_to="none")

@@ -114,14 +114,15 @@ class VirtualProcess:
 
 
 class VirtualNode:
-    """Is one machine, while the job has it."""
+    """Is one machine, while the job has it. ``goes_at``: that it was told to go then."""
 
-    __slots__ = ("alive", "joined", "life", "name", "processes", "span")
+    __slots__ = ("alive", "goes_at", "joined", "life", "name", "processes", "span")
 
     def __init__(self, name: NodeId, life: int, span: MachineSpan) -> None:
         self.name, self.life, self.span = name, life, span
         self.alive = True
         self.joined = False
+        self.goes_at: float | None = None
         self.processes: dict[tuple[Role, Slot], VirtualProcess] = {}
 
 
@@ -452,13 +453,21 @@ class VirtualJob:
         fact = NodeJoined(node.name, "10.0.0.1", span.places, self.spec.capacity_ps, (), span.hardware, returns)
         fact = msgspec.structs.replace(fact, zone=span.zone, market=span.market, machine=node.name)
         self.tell(fact, _agent(node))
+        if node.goes_at is not None:
+            self._drain(node, node.goes_at)
 
     def _warned(self, name: NodeId, in_s: float | None) -> None:
+        """Tell the agent of the node; one that is still starting finds the notice when it is up."""
         node = self.nodes.get(name)
-        if node is None or not node.alive or not node.joined:
+        if node is None or not node.alive:
             return
-        lead_s = max(1.0, (15.0 if in_s is None else in_s) - SPARE_S)
-        self.tell(DrainAsked(name, lead_s), _agent(node))
+        node.goes_at = self.kernel.now + (15.0 if in_s is None else in_s)
+        if node.joined:
+            self._drain(node, node.goes_at)
+
+    def _drain(self, node: VirtualNode, goes_at: float) -> None:
+        lead_s = max(1.0, goes_at - self.kernel.now - SPARE_S)
+        self.tell(DrainAsked(node.name, lead_s), _agent(node))
         self.kernel.after(lead_s, self._agent_leaves, node)
 
     def _agent_leaves(self, node: VirtualNode) -> None:
