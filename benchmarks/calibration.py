@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from benchmarks._measure import Result, each_round, median, say, spread
 from benchmarks._supervised import RECORDED
-from benchmarks.reclaim import LEAD_S, PLANS, RECLAIMS, TRACE, played_job, until_reclaim
+from benchmarks.reclaim import LEAD_S, PLANS, RECLAIMS, TRACE, events_of, played_job, until_reclaim
 from everstep.brain.events import Event
 from everstep.cli.replay import JOURNAL_FILE
 from everstep.config.spec import JobSpec
@@ -35,7 +35,6 @@ from everstep.sim.elastic.job_model import MeasuredJob
 from everstep.sim.elastic.outcome import Outcome
 from everstep.sim.elastic.recorded_job import RecordedJob
 from everstep.sim.elastic.virtual_job import Work
-from everstep.storage.journal import read_journal
 
 SPEED = 60.0
 MACHINES = 3
@@ -87,11 +86,10 @@ def kept(folder: Path) -> Result:
     """Compare the jobs that ``reclaim`` has kept."""
     found: Result = {"figures": {}, "aims": {}, "holds": {}, "spread": {}}
     for plan in PLANS:
-        journal = folder / plan.name / plan.name / "run" / JOURNAL_FILE
-        if not journal.exists():
+        run_dir = folder / plan.name / plan.name / "run"
+        if not (run_dir / JOURNAL_FILE).exists():
             continue
-        events = [event for _, event, _ in read_journal(journal)]
-        seen = run_of(until_reclaim(events, RECLAIMS), plan.name)
+        seen = run_of(until_reclaim(events_of(run_dir), RECLAIMS), plan.name)
         real, own, off = compared(seen, seen.model, plan.quiet_s, plan.lead_s, RECORDED / plan.recording, plan.nodes)
         say(f"{plan.name}: {seen.samples} samples in {seen.length_s:.0f} s; goodput {real:.3f}, forecast {own:.3f}")
         found["figures"] |= {f"{plan.name}.real": real, f"{plan.name}.own": own, f"{plan.name}.own_off": off}
@@ -118,7 +116,7 @@ def run(quick: bool, arguments: Sequence[str] = ()) -> Result:
             with tempfile.TemporaryDirectory(prefix="everstep-calibration-") as folder:
                 home = Path(folder) / mode
                 run_dir = played_job(home, mode, lead_s, quiet_s, reclaims)
-                events = [event for _, event, _ in read_journal(run_dir / JOURNAL_FILE)]
+                events = events_of(run_dir)
             seen = run_of(until_reclaim(events, reclaims), f"run {number + 1}")
             runs.append(seen)
             say(f"{mode}, run {number + 1}: {seen.samples} samples in {seen.length_s:.0f} s, {seen.model}")

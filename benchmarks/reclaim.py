@@ -75,12 +75,12 @@ SCRIPT = (
 MODES = {"ps": ["--ps", "2", "--parity", "1+1"], "hybrid": ["--mode", "allreduce", "--ps", "1"]}
 
 
-def _events(run_dir: Path) -> list[Event]:
+def events_of(run_dir: Path) -> list[Event]:
     return [event for _, event, _ in read_journal(run_dir / JOURNAL_FILE)]
 
 
 def _taken_back(run_dir: Path) -> int:
-    facts = (event.fact for event in _events(run_dir))
+    facts = (event.fact for event in events_of(run_dir))
     return sum(isinstance(fact, CapacityChanged) and fact.step is CapacityStep.TAKEN_BACK for fact in facts)
 
 
@@ -136,7 +136,7 @@ def _job(home: Path, mode: str, lead_s: float, quiet_s: float, reclaims: int) ->
     """Reclaims, whether the audit says exactly once, goodput, and the times until nodes were empty."""
     run_dir = played_job(home, mode, lead_s, quiet_s, reclaims)
     report = audit(run_dir)
-    events = _events(run_dir)
+    events = events_of(run_dir)
     goodput = read_spending(until_reclaim(events, reclaims)).goodput() or 0.0
     return _taken_back(run_dir), report.ok and bool(report.finished), goodput, _empty_s(events)
 
@@ -295,7 +295,7 @@ def reclaimed(folder: Path, plan: Plan, reclaims: int = RECLAIMS, stretch: float
 
 def _read(run_dir: Path, plan: Plan, reclaims: int, seen: Seen | None, problem: str) -> Reclaimed:
     """Return what a run says in the end. ``problem``: that was found already."""
-    events = _events(run_dir)
+    events = events_of(run_dir)
     goodput = read_spending(until_reclaim(events, reclaims)).goodput() or 0.0
     count, zero = _taken_back(run_dir), len(seen.spans(lambda m: not m.spot)) - 1 if seen else 0
     found = None

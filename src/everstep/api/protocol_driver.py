@@ -23,6 +23,7 @@ from everstep.model.shard import Lease, split_key
 from everstep.model.step_schedule import StepSchedule
 from everstep.net import messages
 from everstep.net.messages import (
+    LEASE_CLOSED,
     OPEN_TOGETHER,
     AllOpened,
     Bad,
@@ -52,7 +53,8 @@ from everstep.tables.worker_protocol import (
     WorkerAction,
     WorkerProtocol,
     WorkFinished,
-    arrays_of,
+    marks_of,
+    partitions_of,
 )
 
 _OPEN_AGAIN_S = 0.05  # a ps that has not heard of the newest map does so soon; then twice as long each time
@@ -281,11 +283,12 @@ class ProtocolDriver:
 
     def _opened(self, ps: Slot, leases: tuple[Lease, ...], answer: AllOpened) -> list[WorkerAction]:
         out: list[WorkerAction] = []
+        partitions = partitions_of(answer.partitions)
         for lease, encoded in zip(leases, answer.watermarks, strict=True):
             if encoded is None:
-                out += self.protocol.closed(ps, lease.no, "a later lease has this shard, or it is over")
+                out += self.protocol.closed(ps, lease.no, LEASE_CLOSED)
             else:
-                out += self.protocol.opened(ps, lease.no, answer.incarnation, *arrays_of(answer.partitions, encoded))
+                out += self.protocol.opened(ps, lease.no, answer.incarnation, partitions, marks_of(encoded))
         return out
 
     def _awaited(self, ps: Slot, leases: tuple[Lease, ...]) -> tuple[Lease, ...]:

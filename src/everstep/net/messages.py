@@ -709,6 +709,10 @@ class AllOpened(msgspec.Struct, frozen=True, tag="all_opened"):
     watermarks: tuple[bytes | None, ...]  # int64 each
 
 
+LEASE_CLOSED = "a later lease has this shard, or it is over"
+"""Why a ps does not open a lease, in words."""
+
+
 class LeaseClosed(msgspec.Struct, frozen=True, tag="closed"):
     """The lease is fenced by a later one, or the shard was released: give it up."""
 

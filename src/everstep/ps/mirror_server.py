@@ -221,7 +221,6 @@ class MirrorServer:
         """Hold the machine for whatever may change what is served or mirrored here."""
         with self._gate.exclusive(), self.lock:
             before = self.machine.version, self.rebuilt
-            actions: list[MirrorAction] = []
             try:
                 yield self.machine
                 if self.machine.dirty:

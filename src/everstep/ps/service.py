@@ -47,6 +47,7 @@ from everstep.monitor.slowdown import Slowdown
 from everstep.native import Full, PushResult, Recovering, Store, _native, bitmap_partitions, unique_route
 from everstep.net.log import LineLimit
 from everstep.net.messages import (
+    LEASE_CLOSED,
     OPEN_TOGETHER,
     AllOpened,
     Append,
@@ -485,7 +486,7 @@ class PsService:
             return answer
         (marks,) = answer.watermarks
         if marks is None:
-            return ShardClosed("a later lease has this shard, or it is over")
+            return ShardClosed(LEASE_CLOSED)
         return Opened(answer.incarnation, answer.partitions, marks)
 
     def _open_all(self, request: OpenShards) -> AllOpened | Moved:

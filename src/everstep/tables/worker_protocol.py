@@ -973,15 +973,21 @@ def bitmap(partitions: Iterable[int], n_partitions: int) -> bytes:
 
 def watermarks_of(message: Opened) -> tuple[list[int], list[int]]:
     """Return the partitions and watermarks inside an ``Opened``, for ``WorkerProtocol.opened``."""
-    return arrays_of(message.partitions, message.watermarks)
+    return partitions_of(message.partitions), marks_of(message.watermarks)
 
 
-def arrays_of(encoded_partitions: bytes, encoded_watermarks: bytes) -> tuple[list[int], list[int]]:
-    """Return partitions (int32) and watermarks (int64) from their bytes."""
-    partitions, marks = array("i"), array("q")
-    partitions.frombytes(encoded_partitions)
-    marks.frombytes(encoded_watermarks)
-    return partitions.tolist(), marks.tolist()
+def partitions_of(encoded: bytes) -> list[int]:
+    """Return partitions from their bytes, int32 each."""
+    found = array("i")
+    found.frombytes(encoded)
+    return found.tolist()
+
+
+def marks_of(encoded: bytes) -> list[int]:
+    """Return watermarks from their bytes, int64 each."""
+    found = array("q")
+    found.frombytes(encoded)
+    return found.tolist()
 
 
 def shards_held(protocol: WorkerProtocol) -> tuple[ShardKey, ...]:
