@@ -23,6 +23,7 @@ from everstep.brain.events import (
     NodeJoined,
     NodeLost,
     Note,
+    Ok,
     OrderSnapshots,
     ProcessExited,
     Refused,
@@ -201,6 +202,20 @@ def test_a_suspended_job_goes_on_once() -> None:
     assert all(s.member.incarnation == 2 for s in c.brain.members.all())
     c.tell(JobUnsuspended(1, "go on"))
     assert not [i for i in c.out[-1:] if isinstance(i, Note) and i.decision.action == "unsuspend"]
+
+
+def test_a_request_to_suspend_that_comes_late_changes_nothing() -> None:
+    """The operator's request may be on its way while the job is suspended and goes on."""
+    c = cluster()
+    late = SuspendAsked("spec.suspend", suspensions=0)
+    c.tell(late)
+    c.tell(JobUnsuspended(1, "go on"))
+    c.new_master()
+    before = c.brain.snapshot()
+    assert c.tell(late) == [Reply(Ok())]
+    assert not c.brain.job.over and c.brain.snapshot() == before
+    c.tell(SuspendAsked("spec.suspend", suspensions=1))
+    assert c.brain.job.phase is Phase.SUSPENDED
 
 
 def waited_s(c: Cluster) -> float:

@@ -271,7 +271,8 @@ class Story:
             case "stop":
                 return Event(at, StopAsked(" ".join(plain), "checkpoint" in plain))
             case "suspend":
-                return Event(at, SuspendAsked(" ".join(plain), float(named.get("within", 0))))
+                within_s, had = float(named.get("within", 0)), int(named.get("suspensions", -1))
+                return Event(at, SuspendAsked(" ".join(plain), within_s, had))
             case "supervise":  # so many seconds later
                 self.at += float(plain[0])
                 return Event(self.at, SupervisionDue())

@@ -29,7 +29,7 @@ from everstep.platforms.kubernetes.api_client import Cache, ChangeType, WatchCha
 from everstep.platforms.kubernetes.kinds import API_VERSION, Kind, Object, name_of
 from everstep.platforms.kubernetes.leavings import out_facts
 from everstep.platforms.kubernetes.objects import secret_name
-from everstep.platforms.kubernetes.pods import facts_of, stamp_of
+from everstep.platforms.kubernetes.pods import SUSPENDED_CODE, facts_of, stamp_of
 from everstep.platforms.kubernetes.reconcile import reconcile
 
 START_S = 1_700_000_000.0
@@ -71,6 +71,8 @@ class World:
         self.wants = (3, 2)  # what the master was told last
         self.master_works = False
         self.members: dict[str, int] = {}  # by pod, as the master counts them
+        self.suspensions = 0  # as the master counts them
+        self.asked_to_suspend: list[int] = []  # what the requests said that the operator sent
         self.told_gone: list[tuple[str, ...]] = []  # pods that the master was told are gone
         self.refused: CreateRefused | None = None
         self.gang: Object | None = None  # the PodGroup
@@ -153,10 +155,15 @@ class World:
                 self.wants = workers or self.wants[0], ps or self.wants[1]
             case TellGone(gone):
                 self.told_gone.append(gone)
-            case AskSuspend():
-                for found in self.of("master"):
-                    if found["status"]["phase"] == "Running":
-                        self.end(name_of(found), 7)
+            case AskSuspend(suspensions):
+                self.asked_to_suspend.append(suspensions)
+                self.hear_suspend(suspensions)
+
+    def hear_suspend(self, suspensions: int) -> None:
+        """The master gets the request, which may have been on its way for long."""
+        for found in self.of("master"):
+            if found["status"]["phase"] == "Running" and suspensions == self.suspensions:
+                self.end(name_of(found), SUSPENDED_CODE)
 
     def _expect(self, thing: Object, version: str) -> None:
         if thing["metadata"]["resourceVersion"] != version:
@@ -194,7 +201,7 @@ class World:
         seen_job = copy.deepcopy(self.seen_job)
         report = None
         if self.master_works and any(p["status"]["phase"] == "Running" for p in self.of("master")):
-            report = MasterReport(*self.wants, members=self.members)
+            report = MasterReport(*self.wants, members=self.members, suspensions=self.suspensions)
         seen = Seen(
             seen_job,
             self.now_s,
@@ -247,6 +254,8 @@ class World:
         ended = {"exitCode": code, "finishedAt": stamp_of(self.now_s), "reason": reason, "message": message}
         statuses = [{"name": "main", "state": {"terminated": ended}}]
         pod["status"] = {"phase": "Failed" if code else "Succeeded", "containerStatuses": statuses}
+        if pod["metadata"]["labels"]["everstep.io/role"] == "master" and code == SUSPENDED_CODE:
+            self.suspensions += 1
         self._change(pod)
         if pod["metadata"].get("deletionTimestamp"):
             self.remove(name)

@@ -81,6 +81,7 @@ def test_a_class_without_a_price_is_said() -> None:
 
 def test_time_suspended_costs_nothing() -> None:
     world = World(priced())
+    world.master_works = True
     live(world, 600.0)
     world.job["spec"]["suspend"] = True
     world._change(world.job)

@@ -71,7 +71,7 @@ class PlayedMasters:
     def tell_gone(self, host: str, secret: str, pods: Sequence[str]) -> None:
         self.gone += pods
 
-    def suspend(self, host: str, secret: str) -> None:
+    def suspend(self, host: str, secret: str, suspensions: int) -> None:
         raise EverstepError("not now")
 
     def fresh_secret(self) -> str:

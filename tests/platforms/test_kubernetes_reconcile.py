@@ -223,6 +223,35 @@ def test_suspended_and_on_again() -> None:
     assert env["EVERSTEP_POD_UNSUSPEND"] == "1"
 
 
+def test_a_request_to_suspend_that_comes_late_does_not_suspend_the_job_that_goes_on() -> None:
+    """The next master may have the address of the one that was asked."""
+    world = running()
+    for number in range(3):
+        world.job["spec"]["suspend"] = True
+        world._change(world.job)
+        world.settle(4)
+        assert phase(world) == JobPhase.SUSPENDED
+        world.job["spec"]["suspend"] = False
+        world._change(world.job)
+        world.settle(4)
+        assert set(world.asked_to_suspend) == set(range(number + 1))
+        for late in world.asked_to_suspend:
+            world.hear_suspend(late)
+        world.settle(4)
+        assert phase(world) == JobPhase.RUNNING and world.job["spec"]["suspend"] is False
+
+
+def test_a_master_that_says_nothing_is_asked_to_suspend_when_it_does() -> None:
+    world = running()
+    world.job["spec"]["suspend"], world.master_works = True, False
+    world._change(world.job)
+    world.settle(2)
+    assert world.asked_to_suspend == [] and phase(world) == JobPhase.SUSPENDING
+    world.master_works = True
+    world.settle(4)
+    assert phase(world) == JobPhase.SUSPENDED
+
+
 def test_no_pod_is_made_while_the_members_of_a_suspended_job_still_leave() -> None:
     """The master's pod goes at once, members have a minute: the next master ended again, and so on for ever."""
     world = running()

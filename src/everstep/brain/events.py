@@ -456,10 +456,12 @@ class StopAsked(Fact, frozen=True, tag="stop_asked"):
 class SuspendAsked(Fact, frozen=True, tag="suspend_asked"):
     """Comes from ``everstep suspend`` or the agent of the master's node: make the job's state safe, and end all of its
     processes. ``deadline_s``: if no checkpoint is written after so long, the job is suspended with the one before; 0:
-    it is waited for. Answer: Ok."""
+    it is waited for. ``suspensions``: how many the job had when this was asked; a request that comes after a later one
+    is old, and changes nothing; -1: it counts whenever it comes. Answer: Ok."""
 
     reason: str
     deadline_s: Seconds = 0.0
+    suspensions: WholeOrNone = -1
 
 
 class RemarkMade(Fact, frozen=True, tag="remark_made"):

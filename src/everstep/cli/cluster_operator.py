@@ -59,9 +59,9 @@ class MastersByNetwork:
         for pod in pods:
             self._ask(host, secret, CapacityChanged(NodeId(pod), CapacityStep.TAKEN_BACK))
 
-    def suspend(self, host: str, secret: str) -> None:
+    def suspend(self, host: str, secret: str, suspensions: int) -> None:
         """Raise EverstepError: it does not answer."""
-        self._ask(host, secret, SuspendAsked("spec.suspend"))
+        self._ask(host, secret, SuspendAsked("spec.suspend", suspensions=suspensions))
 
     def fresh_secret(self) -> str:
         """Return the text of a new job's secret."""
@@ -95,6 +95,7 @@ def report_of(view: JobView) -> MasterReport:
         members={str(node.node): node.workers + node.ps for node in view.nodes},
         samples=view.samples_done,
         waiting=view.supervision is not None and view.supervision.state == "waiting",
+        suspensions=view.supervision.suspensions if view.supervision is not None else 0,
         over=view.exit_code is not None,
         step=view.group.step if view.group else 0,
         percent=100 * done // total if total else -1,

@@ -41,7 +41,7 @@ def suspend(run_dir: Path) -> None:
     state could not be made safe."""
     need_running(run_dir)
     before = ask_view(run_dir).supervision
-    ask_master(run_dir, SuspendAsked("everstep suspend"))
+    ask_master(run_dir, SuspendAsked("everstep suspend", suspensions=before.suspensions if before else 0))
     click.echo("the job is being suspended: workers finish their batch, and a checkpoint is written")
     end = time.monotonic() + SUSPEND_MAX_S
     while time.monotonic() < end:

@@ -88,6 +88,8 @@ class SupervisorConcern(Concern):
     # ------------------------------------------------------------ facts
 
     def _suspend_asked(self, e: SuspendAsked, event: Event) -> Out:
+        if e.suspensions not in (-1, self.state.supervision.suspensions):
+            return [OK]  # (it was meant for a suspension that is over: the job goes on by now)
         if self.job.over or self.checkpoints.stopping:
             return [OK, *self._hurry(e, event.at)]  # (it ends already, and keeps its state safe)
         out = self._suspend(e.reason, event.at, by_itself=False)

@@ -81,7 +81,9 @@ class TellGone(msgspec.Struct, frozen=True):
 
 
 class AskSuspend(msgspec.Struct, frozen=True):
-    """Ask the job's master to make its state safe and end."""
+    """Ask the job's master to make its state safe and end. ``suspensions``: how many the job has had."""
+
+    suspensions: int
 
 
 Action = (
@@ -126,6 +128,7 @@ class MasterReport(msgspec.Struct, frozen=True):
     samples: int = 0
     waiting: bool = False
     over: bool = False
+    suspensions: int = 0  # so far
     percent: int = -1  # of all samples; -1: it cannot be told
     membership: int = 0  # how often the members have changed: the placement's version, or the group's generation
     checkpoint: int = 0  # the newest that is whole; 0: none

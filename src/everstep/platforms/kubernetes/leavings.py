@@ -158,7 +158,8 @@ class Leavings:
         master = any(pod.place is Place.MASTER and pod.state is PodState.RUNNING for pod in pods)
         if not master or self._since_deleted_s() >= SUSPEND_S:
             return False
-        self.actions.append(AskSuspend())
+        if self._seen.report is not None:
+            self.actions.append(AskSuspend(self._seen.report.suspensions))
         self.again_s.append(LOOK_S)
         return True
 

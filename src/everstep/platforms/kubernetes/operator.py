@@ -96,8 +96,9 @@ class MasterLink(Protocol):
         """Tell it that pods are gone for good."""
         ...
 
-    def suspend(self, host: str, secret: str) -> None:
-        """Ask it to make the job's state safe and end."""
+    def suspend(self, host: str, secret: str, suspensions: int) -> None:
+        """Ask it to make the job's state safe and end, unless the job was suspended more than ``suspensions`` times: a
+        call may come so late that the job's next master gets it."""
         ...
 
     def fresh_secret(self) -> str:
@@ -384,8 +385,8 @@ class Operator:
                 self._ask(job, pods, lambda host, secret: self._link.tell_size(host, secret, workers, ps))
             case TellGone(gone) if job is not None:
                 self._ask(job, pods, lambda host, secret: self._link.tell_gone(host, secret, gone))
-            case AskSuspend() if job is not None:
-                self._ask(job, pods, self._link.suspend)
+            case AskSuspend(suspensions) if job is not None:
+                self._ask(job, pods, lambda host, secret: self._link.suspend(host, secret, suspensions))
 
     def _create(self, job: Object | None, namespace: str, kind: Kind, body: Object) -> None:
         try:
@@ -495,14 +496,16 @@ class Operator:
     def _report_of(self, job: Object, pods: list[Object]) -> MasterReport | None:
         """Return what the master said last, if that is not old; have it asked again where it is due."""
         known = self._reports.get(uid_of(job), _Known(0.0, None))
-        if time.monotonic() - known.at >= ASK_S:
+        age_s = time.monotonic() - known.at
+        if age_s >= ASK_S:
+            unheard = age_s >= REPORT_S  # (what is seen now has no report: it is looked at again)
 
             def report(host: str, secret: str) -> None:
                 report = self._link.report(host, secret)
                 self._others.pop(uid_of(job), None)
                 before = self._reports.get(uid_of(job), _Known(0.0, None)).value
                 self._reports[uid_of(job)] = _Known(time.monotonic(), report)
-                if report != before:
+                if report != before or unheard:
                     self.queue.put((job["metadata"]["namespace"], name_of(job)))
 
             self._ask(job, pods, report, reports=True)

@@ -304,8 +304,8 @@ class _Look:
             return True
         status.say(Condition.SUSPENDED, False)
         status.say(Condition.SUSPENDING, asked, "MasterAsked", "the master makes the job's state safe")
-        if asked:
-            self._actions.append(AskSuspend())
+        if asked and self._seen.report is not None:  # (a report that comes has the job looked at again)
+            self._actions.append(AskSuspend(self._seen.report.suspensions))
         return False
 
     def _has_spent_its_budget(self) -> bool:
