@@ -192,7 +192,7 @@ class FileSource:
     """Watches a file whose being there says that the node goes; it may have a time (ISO 8601, or seconds from when it
     was written). A file that is written again is another event."""
 
-    every_s = 1.0
+    every_s = 0.25
 
     def __init__(self, path: Path) -> None:
         self.name, self._path = f"file:{path}", path
