@@ -40,6 +40,7 @@ OTHERS = {
     "restart_young": "others: restart from checkpoint, Young's interval",
     "varuna_like": "others: Varuna-like, best interval",
     "bamboo_like": "others: Bamboo-like, best interval",
+    "bamboo_free": "others: Bamboo-like, redundancy free",
 }
 
 

@@ -18,7 +18,7 @@ from everstep.monitor.node_costs import MachineSpan
 from everstep.platforms.trace_variants import from_moment, repeated
 from everstep.platforms.traces import Trace, TraceMarket, timeline_of
 from everstep.policies.node_selection import HOME_NODE
-from everstep.sim.elastic.baselines import Rule, best, run_rule, young
+from everstep.sim.elastic.baselines import BAMBOO_MEET_S, Rule, best, run_rule, young
 from everstep.sim.elastic.job_model import JobModel
 from everstep.sim.elastic.outcome import Outcome
 from everstep.sim.elastic.virtual_job import VirtualJob, Work
@@ -116,12 +116,10 @@ def others(
     def run(rule: Rule) -> Ruled:
         return Ruled(rule, run_rule(rule, machines, home, model, work.samples, limit_s))
 
-    def swept(name: str, joins: str, redundant: bool = False) -> Ruled:
-        def at(interval_s: float) -> Outcome:
-            return run(Rule(name, interval_s, restart_s, joins, redundant)).outcome
-
-        interval_s, outcome = best(at)
-        return Ruled(Rule(name, interval_s, restart_s, joins, redundant), outcome)
+    def swept(name: str, joins: str, redundant: bool = False, meet_s: float = 0.0) -> Ruled:
+        rule = Rule(name, 0.0, restart_s, joins, redundant, meet_s)
+        interval_s, outcome = best(lambda interval_s: run(rule._replace(interval_s=interval_s)).outcome)
+        return Ruled(rule._replace(interval_s=interval_s), outcome)
 
     restart = max(
         (swept("restart", joins) for joins in ("at restart", "at checkpoint")),
@@ -132,5 +130,6 @@ def others(
         "restart": restart,
         "restart_young": run(Rule("restart_young", interval_s, restart_s, restart.rule.joins)),
         "varuna_like": swept("varuna_like", "at once"),
-        "bamboo_like": swept("bamboo_like", "at once", redundant=True),
+        "bamboo_like": swept("bamboo_like", "at once", redundant=True, meet_s=BAMBOO_MEET_S),
+        "bamboo_free": swept("bamboo_free", "at once", redundant=True),
     }

@@ -218,6 +218,17 @@ class VirtualJob:
     def run(self, limit_s: float) -> Outcome:
         """Run to the job's end, or for ``limit_s`` seconds."""
         began = time.process_time()
+        self.begin()
+        self.advance(limit_s)
+        self.workers.before()
+        for node in self.nodes.values():
+            if node.alive:
+                self._paid(node)
+        self._cpu_s = time.process_time() - began
+        return self._outcome(limit_s)
+
+    def begin(self) -> None:
+        """Begin, where somebody else says how far it goes (``advance``). ``run`` does both."""
         spec = self.spec
         self.tell(MasterStarted(Incarnation(1), spec, **RULES))
         span = MachineSpan(HOME_NODE, spec.hardware, spec.zone, Market(spec.market), 0.0, -1.0, None, spec.workers)
@@ -229,29 +240,32 @@ class VirtualJob:
         self._look_at_market()
         if self._every.seconds:
             self.kernel.after(self._every.seconds, self._checkpoint_due)
-        self.kernel.run(limit_s)
+
+    def advance(self, until_s: float) -> None:
+        """Run to this second of the job, or to its end."""
+        self.kernel.run(until_s)
         if not self.kernel.stopped:
-            self.kernel.now = limit_s
-        self.workers.before()
-        for node in self.nodes.values():
-            if node.alive:
-                self._paid(node)
-        self._cpu_s = time.process_time() - began
-        return self._outcome(limit_s)
+            self.kernel.now = until_s
+
+    @property
+    def samples(self) -> int:
+        """Return the samples that are trained."""
+        return self.brain.shards.samples_done + (0 if self.workers.through() else self.workers.in_hand())
 
     def _outcome(self, limit_s: float) -> Outcome:
         ended = self.workers.through()
         length_s = min(self.kernel.now, limit_s) if ended or self.error else limit_s
         self.meter.close(length_s)
-        samples = self.brain.shards.samples_done + (0 if ended else self.workers.in_hand())
         why = self.error
         if not ended and not why:
-            why = f"not over after {limit_s / 3600:.1f} h: {samples:,} of {self.work.samples:,} samples are trained"
+            why = (
+                f"not over after {limit_s / 3600:.1f} h: {self.samples:,} of {self.work.samples:,} samples are trained"
+            )
         return Outcome(
             ended=ended,
             why=why,
             length_s=length_s,
-            samples=samples,
+            samples=self.samples,
             wanted=self.work.samples,
             could=self.meter.could,
             reclaims=self.reclaims,
