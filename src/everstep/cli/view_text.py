@@ -385,6 +385,7 @@ _COLUMNS = {
     "pid": "right",
     "node": "left",
     "memory": "right",
+    "peak": "right",
     "samples/s": "right",
     "works on": "left",
 }
@@ -407,6 +408,7 @@ def members_table(view: JobView) -> RenderableType:
             str(m.pid or ""),
             m.node,
             human_bytes(m.rss_bytes) if m.rss_bytes else "",
+            human_bytes(m.peak_bytes) if m.peak_bytes else "",
             count(m.samples_per_s) if m.samples_per_s else "",
             m.works_on or held_text(m),
         )

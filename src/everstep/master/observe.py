@@ -138,9 +138,9 @@ class Observer:
         """Return the whole job as it is seen at ``at``; ``span_s``: of workers, in place of the short window."""
         brain = self._brain
         members, spec = brain.members, brain.job.spec
-        records = [record for _, record in sorted(members.workers.items()) if _up(record)]
+        records = [record for _, record in sorted(members.workers.items()) if is_up(record)]
         workers = by_the_step_under_way([self._worker(record, at, span_s) for record in records])
-        servers = tuple(self._server(record, at) for _, record in sorted(members.servers.items()) if _up(record))
+        servers = tuple(self._server(record, at) for _, record in sorted(members.servers.items()) if is_up(record))
         replicated = spec.grouped
         consistency = parse_consistency(spec.consistency)
         group = brain.state.groups.group
@@ -154,8 +154,7 @@ class Observer:
             step=brain.state.groups.step if group is not None else 0,
             global_batch=int(max(batches, default=0.0)),
             wanted_workers=brain.job.workers_wanted,
-            pending=sum(1 for record in members.all() if record.member.state is MemberState.STARTING or record.waiting)
-            + sum(1 for slot in brain.state.protection.leaving if members.servers[slot].running),
+            pending=pending(brain),
             remaining_s=left / rate if (rate := self._readings.samples_per_s(brain)) > 0 else 0.0,
             remaining_samples=left,
             places=tuple(room.node for room in members.rooms(Role.WORKER) if room.free),
@@ -246,8 +245,16 @@ def _memory(last: Mapping[str, float]) -> dict[str, Any]:
     }
 
 
-def _up(record: SlotRecord) -> bool:
+def is_up(record: SlotRecord) -> bool:
+    """Return whether the process of a slot runs, and has said hello."""
     return record.running and record.member.state is not MemberState.STARTING
+
+
+def pending(brain: Brain) -> int:
+    """Return how many processes are on the way: up, or (ps that are being emptied) down."""
+    members = brain.members
+    coming = sum(1 for record in members.all() if record.member.state is MemberState.STARTING or record.waiting)
+    return coming + sum(1 for slot in brain.state.protection.leaving if members.servers[slot].running)
 
 
 def _line(at: float, seen: WorkerSeen | ServerSeen, **own: Any) -> MemberLine:

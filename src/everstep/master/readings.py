@@ -78,6 +78,7 @@ class SummaryFile(msgspec.Struct, kw_only=True):
     stages: tuple[StageChange, ...] = ()  # its last changes of state
     sizes: dict[str, ProcessSize] = {}  # of processes that started last, by role
     too_small: dict[str, OutOfMemory] = {}  # the largest limit of memory that a process died of, by role
+    peaks: dict[str, int] = {}  # the most that was resident in one process, by role [bytes]
 
 
 class Progress:
@@ -110,6 +111,7 @@ class Readings:
         self.values: dict[str, float] = {}
         self._by_member: dict[MemberKey, tuple[Incarnation, dict[str, float], float]] = {}
         self._retried: dict[str, int] = {}
+        self._peaks: dict[str, int] = {}
         self._path = run_dir / METRICS_FILE
         self._last: tuple[float, int] | None = None
         self._rate = 0.0
@@ -144,6 +146,8 @@ class Readings:
         if known is not None and known[0] > incarnation:
             return
         self._by_member[key] = (incarnation, readings, at)
+        if peak := int(readings.get("peak_bytes", 0)):
+            self._peaks[key.role.value] = max(peak, self._peaks.get(key.role.value, 0))
         if "retried" in readings:
             self._retried[f"{key.slot}.{incarnation}"] = int(readings["retried"])
 
@@ -257,4 +261,5 @@ class Readings:
             stages=tuple(brain.state.supervision.changes),
             sizes={role.value: size for role, size in job.sizes.items()},
             too_small={role.value: died for role, died in job.too_small.items()},
+            peaks=self._peaks,
         )

@@ -92,6 +92,7 @@ from everstep.model.member import MemberKey, Role
 from everstep.model.step_schedule import StepSchedule
 from everstep.monitor.prometheus import Key, MetricsPage
 from everstep.monitor.viewer import make_job_view, make_speed_view
+from everstep.monitor.vitals import peak_bytes
 from everstep.net import messages as wire
 from everstep.net.auth import Identity, Secret, load_secret
 from everstep.net.control_server import ControlServer, Later, Peer, broadcast
@@ -654,6 +655,7 @@ class Master:
             self.readings.measured(self.brain, self.watch, at),
             hardware=self.observer.hardware,
             master_pid=os.getpid(),
+            master_peak_bytes=peak_bytes(os.getpid()),
             finishing=self._finish is not None,
             cost=self.costs.view(at) if self.costs is not None else None,
             graph=self.graph.fold.view() if graph else None,

@@ -52,6 +52,7 @@ class MemberView(msgspec.Struct, frozen=True):
     - ``works_on``: a worker's shard or its place in the group [text]
     - ``samples_per_s``: that a worker trains, by its last beat [samples/second]
     - ``rss_bytes``: resident memory, by its last beat [bytes]
+    - ``peak_bytes``: the most that was resident so far, by its last beat [bytes]
     - ``partitions``: that a ps owns [partitions]
     - ``mirrors``: that a ps keeps of other ps' partitions [mirrors]
     - ``cold_bytes``: of a ps' rows that are on disk alone (cold_dir) [bytes]
@@ -68,6 +69,7 @@ class MemberView(msgspec.Struct, frozen=True):
     works_on: str = ""
     samples_per_s: float = 0.0
     rss_bytes: int = 0
+    peak_bytes: int = 0
     partitions: int = 0
     mirrors: int = 0
     hardware: str = ""

@@ -8,6 +8,8 @@ import os
 import resource
 from pathlib import Path
 
+from everstep.monitor.vitals import peak_bytes
+
 HARDWARE_MAX = 80  # characters of a class's name
 
 
@@ -22,13 +24,15 @@ class ProcessReadings:
         return f"<readings of {self._proc}, throttling in {self._cpu_stat}>"
 
     def readings(self) -> dict[str, float]:
-        """Return ``cpu_s``, ``rss_bytes``, ``cores`` (that this process may run on); ``throttled`` (periods) and
-        ``throttled_s`` where a cgroup counts them.
+        """Return ``cpu_s``, ``rss_bytes``, ``peak_bytes`` (the most that was resident so far), ``cores`` (that this
+        process may run on); ``throttled`` (periods) and ``throttled_s`` where a cgroup counts them.
         Counters are since the process (for a cgroup: since that) began."""
         out = {"cpu_s": sum(resource.getrusage(resource.RUSAGE_SELF)[:2]), "rss_bytes": 0.0}
         with contextlib.suppress(OSError, ValueError, IndexError):
             pages = int((self._proc / "statm").read_text().split()[1])
             out["rss_bytes"] = float(pages * resource.getpagesize())
+        if peak := peak_bytes(self._proc.name, self._proc.parent):
+            out["peak_bytes"] = float(peak)
         with contextlib.suppress(OSError, AttributeError):  # (Linux has it)
             out["cores"] = float(len(os.sched_getaffinity(0)))
         if self._cpu_stat is not None:

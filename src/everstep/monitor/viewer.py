@@ -73,6 +73,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     left_s: float = -1.0
     hardware: Mapping[NodeId, str] = {}
     master_pid: int = 0
+    master_peak_bytes: int = 0
     finishing: bool = False
     cost: CostView | None = None
     graph: GraphView | None = None
@@ -131,6 +132,7 @@ def members_view(brain: Brain, measured: Measured) -> Iterable[MemberView]:
         measured.master_pid,
         ShownState.LEFT if job.over and not measured.master_pid else ShownState.ALIVE,
         job.failures.master,
+        peak_bytes=measured.master_peak_bytes,
     )
     for record in brain.members.all():
         member = record.member
@@ -147,6 +149,7 @@ def members_view(brain: Brain, measured: Measured) -> Iterable[MemberView]:
             works_on=brain.shards.name(record.held[0]) if record.held else brain.groups.words(record),
             samples_per_s=reported.get("samples_per_s", 0.0),
             rss_bytes=int(reported.get("rss_bytes", 0)),
+            peak_bytes=int(reported.get("peak_bytes", 0)),
             partitions=len(placement.owned_by(member.slot)) if has and placement is not None else 0,
             mirrors=len(placement.mirrors_at(member.slot)) if has and placement is not None else 0,
             hardware=measured.hardware.get(member.node, ""),

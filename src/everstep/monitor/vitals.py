@@ -46,6 +46,17 @@ def catches(pid: int, signo: int, proc: Path = Path("/proc")) -> bool:
     return False
 
 
+def peak_bytes(pid: int | str, proc: Path = Path("/proc")) -> int:
+    """Return the most resident memory that a process ever had. 0: there is no such process, or it is not told."""
+    try:
+        for line in (proc / str(pid) / "status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        return 0
+    return 0
+
+
 def children(pid: int, proc: Path = Path("/proc")) -> list[int]:
     """Return the processes that this one has forked and that still are."""
     found: list[int] = []

@@ -24,7 +24,7 @@ COUNTERS = (
 )  # fmt: skip
 AT_LEAST = "at_least_s"  # per sample of the step under way
 GAUGES = (
-    "rss_bytes", "batch", "accum", "global_batch", "loader_batch", "memory_batch", "rows", "cores",
+    "rss_bytes", "peak_bytes", "batch", "accum", "global_batch", "loader_batch", "memory_batch", "rows", "cores",
     "row_bytes", "limit_bytes", "limit_used_bytes", "limit_kind",
 )  # fmt: skip
 PHASE = "phase."
