@@ -1,5 +1,5 @@
-"""Trains a model of a given size: for ``estimate``. ``sparse KEYS SAMPLES``: a table, 8 random keys a sample. ``dense
-WIDTH SAMPLES [MODE]``: four square layers."""
+"""Trains a model of a given size: for ``estimate``. ``sparse KEYS SAMPLES EPOCHS``: a table, 8 random keys a sample.
+``dense WIDTH SAMPLES EPOCHS [MODE]``: four square layers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import nn
 
 import everstep as es
 
-KIND, SIZE, SAMPLES = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-MODE = cast(Literal["ps", "allreduce"], sys.argv[4] if len(sys.argv) > 4 else "ps")
+KIND, (SIZE, SAMPLES, EPOCHS) = sys.argv[1], map(int, sys.argv[2:5])
+MODE = cast(Literal["ps", "allreduce"], sys.argv[5] if len(sys.argv) > 5 else "ps")
 FIELDS, DIM = 8, 16
 BATCH = 512 if KIND == "sparse" else 64
 
@@ -37,7 +37,7 @@ class Dense(nn.Module):
         super().__init__()
         layers: list[nn.Module] = []
         for _ in range(4):
-            layers += [nn.Linear(SIZE, SIZE), nn.ReLU()]
+            layers += [nn.Linear(SIZE, SIZE), nn.Tanh()]  # (dead ReLUs: denormal numbers, and slower and slower steps)
         self.layers, self.out = nn.Sequential(nn.Linear(FIELDS, SIZE), *layers), nn.Linear(SIZE, 1)
 
     def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -51,7 +51,7 @@ label = (ids.sum(1) % 3 == 0).astype(np.float32)
 job = es.join(mode=MODE)
 model = job.replicate(job.sparse(Sparse()) if KIND == "sparse" else Dense())
 opt = job.optimizer(torch.optim.Adam(model.parameters()))
-loader = job.loader({"ids": ids, "label": label}, batch_size=BATCH, epochs=1)
+loader = job.loader({"ids": ids, "label": label}, batch_size=BATCH, epochs=EPOCHS)
 for batch in job.steps(loader):
     loss = nn.functional.binary_cross_entropy_with_logits(model(batch), batch["label"])
     opt.zero_grad()

@@ -32,7 +32,7 @@ from everstep.policies.memory_growth import MOVING
 SCRIPT: Final = Path(__file__).with_name("_growing_script.py")
 LIMIT: Final = {"process": 320 << 20, "tight": 144 << 20}
 SETTING: Final = 12 << 20
-SAMPLES: Final = {"process": 190_000, "tight": 40_000, "setting": 16_000}
+SAMPLES: Final = {"process": 250_000, "tight": 40_000, "setting": 16_000}
 BATCH: Final = {"process": 300, "tight": 300, "setting": 50}
 PAUSE_S: Final = 0.1
 STACK: Final = 1 << 20

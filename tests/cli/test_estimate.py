@@ -8,10 +8,11 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from everstep.cli.estimate import EstimateFlags, wishes_of
+from everstep.cli.estimate import EstimateFlags, probed_sizes, wishes_of
 from everstep.cli.main import cli
 from everstep.cli.probe_job import ProbeAsk, declared_mode, run_probe
 from everstep.errors import ConfigError, PlatformError, ScriptError
+from everstep.sizing.size_choice import Wishes
 
 SCRIPT = """
 import numpy as np, torch
@@ -34,6 +35,26 @@ for batch in job.steps(job.loader(data, 500, epochs=3)):
     opt.zero_grad(); loss.backward(); opt.step()
 raise SystemExit("nothing behind the loop may run")
 """
+
+
+@pytest.mark.parametrize(
+    ("wishes", "cores", "sizes"),
+    [
+        (Wishes(), 2, [(1, 1), (2, 2)]),
+        (Wishes(), 1, [(1, 1)]),
+        (Wishes(workers=1), 8, [(1, 1)]),
+        (Wishes(workers=1, ps=1), 8, [(1, 1)]),
+        (Wishes(workers=1, ps=3), 2, [(1, 1), (1, 3)]),
+        (Wishes(workers=2, ps=1), 2, [(1, 1), (2, 1)]),
+        (Wishes(workers=20, ps=16), 8, [(1, 1), (2, 4)]),
+        (Wishes(mode="allreduce", ps=0), 2, [(1, 0), (2, 0)]),
+        (Wishes(mode="allreduce", workers=1, ps=0), 2, [(1, 0)]),
+        (Wishes(mode="allreduce", workers=2, ps=3), 2, [(1, 1), (2, 3)]),
+        (Wishes(mode="allreduce", ps=-1), 2, [(1, 0), (2, 0)]),
+    ],
+)
+def test_the_size_that_was_asked_for_is_probed(wishes: Wishes, cores: int, sizes: list[tuple[int, int]]) -> None:
+    assert probed_sizes(wishes, cores) == sizes
 
 
 def ask(script: Path, **more: object) -> ProbeAsk:
@@ -71,6 +92,26 @@ def test_a_script_is_measured_at_its_loop(script: Path, monkeypatch: pytest.Monk
     assert reading.activation_bytes > 0 and reading.bytes_out > 0 and reading.read_samples_per_s > 0
     assert not list(tmp_path.glob("everstep-estimate-*")), "nothing is left"
     assert not (tmp_path / "runs").exists()
+
+
+GROWING = SCRIPT.replace("integers(0, 5000, (20000, 2))", "integers(0, 1 << 40, (3_000_000, 2))").replace(
+    "rng.random(20000", "rng.random(3_000_000"
+)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+def test_a_table_that_grows_is_probed_over_rows_that_are_there_too(tmp_path: Path) -> None:
+    """Each key is new, so that the only rows that come again are those of samples that come again."""
+    path = tmp_path / "train.py"
+    path.write_text(GROWING)
+    assert GROWING.count("3_000_000") == 2
+    fresh = run_probe(ask(path, scan_s=0.0, window_s=4.0))
+    known = run_probe(ask(path, scan_s=0.0, window_s=4.0, first=20_000))
+    assert known.rows == pytest.approx(40_000, abs=2), "all were there, and no others came"
+    assert fresh.rows_per_sample > 1.0, "each sample makes two"
+    assert known.rows_per_sample < fresh.rows_per_sample, "(beats tell of rows up to a second late)"
+    assert known.script.samples == 20_000
 
 
 @pytest.mark.processes

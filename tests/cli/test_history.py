@@ -13,7 +13,7 @@ from everstep.cli.remembered_job import SeenJob, remember_job
 from everstep.config.spec import JobSpec
 from everstep.errors import ConfigError
 from everstep.ids import Incarnation, NodeId, Slot
-from everstep.model.job_view import JobView, MemberView
+from everstep.model.job_view import JobView, MemberView, ShownState
 from everstep.model.member import Role
 from everstep.monitor.job_history import JobHistory
 
@@ -30,8 +30,10 @@ SUMMARY = {
 }
 
 
-def view(at: float, samples: int, rss: int) -> JobView:
-    member = MemberView(Role.WORKER, Slot(0), Incarnation(1), NodeId("n"), 1, "alive", rss_bytes=rss)  # type: ignore[arg-type]
+def view(at: float, samples: int, rss: int, peak: int = 0) -> JobView:
+    member = MemberView(
+        Role.WORKER, Slot(0), Incarnation(1), NodeId("n"), 1, ShownState.ALIVE, rss_bytes=rss, peak_bytes=peak
+    )
     return JobView(
         job="j",
         phase="training",
@@ -64,7 +66,7 @@ def file(tmp_path: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     spec = JobSpec(name="flights", script=str(tmp_path / "train.py"), args=("--password", "hidden"), workers=2)
     seen = SeenJob()
     for at, samples, rss in ((1.0, 0, 5 << 20), (2.0, 500, 9 << 20), (4.0, 2500, 7 << 20), (9.0, 2500, 7 << 20)):
-        seen.see(view(at, samples, rss))
+        seen.see(view(at, samples, rss, peak=11 << 20 if at == 4.0 else 0))
     assert remember_job(spec, run_dir, seen) == ""
     assert remember_job(spec, run_dir, SeenJob()) == ""
     return path
@@ -79,12 +81,22 @@ def run(*words: str) -> str:
 
 def test_a_job_is_remembered_by_names_and_numbers(file: Path) -> None:
     first, second = (k.job for k in JobHistory(file).jobs())
-    assert (first.samples_per_s, first.training_s, first.worker_peak_bytes) == (1000.0, 2.0, 9 << 20)
+    assert (first.samples_per_s, first.training_s, first.worker_peak_bytes) == (1000.0, 2.0, 11 << 20)
     assert (second.samples_per_s, second.training_s) == (750.0, 0.0), "too short to be seen: as the summary says"
     assert (first.samples, first.epochs, first.model_bytes, first.failures["worker"]) == (3000, 3, 100, 1)
     kept = b"".join(p.read_bytes() for p in file.parent.glob("history.sqlite*"))
     for secret in (b"in the code", b"hidden", b"password", b"secret_name"):
         assert secret not in kept
+
+
+def test_the_last_beat_of_a_worker_counts(file: Path, run_dir: Path) -> None:
+    """It comes after the model was written, when nobody looks at the job any more."""
+    (run_dir / "summary.json").write_text(json.dumps({**SUMMARY, "peaks": {"worker": 30 << 20, "ps": 5 << 20}}))
+    seen = SeenJob()
+    seen.see(view(1.0, 0, 7 << 20))
+    assert remember_job(JobSpec(name="flights", script=str(file.parent / "train.py")), run_dir, seen) == ""
+    last = [k.job for k in JobHistory(file).jobs()][-1]
+    assert (last.worker_peak_bytes, last.ps_peak_bytes) == (30 << 20, 5 << 20)
 
 
 def test_list_show_and_json(file: Path) -> None:

@@ -80,6 +80,26 @@ def test_epochs_differ_and_repeat() -> None:
     assert ids(loader(shuffle=False), 1, 10, 13) == [10, 11, 12]
 
 
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_probe_reads_the_same_first_samples_again(shuffle: bool) -> None:
+    def loader() -> Loader:
+        return Loader({"x": np.arange(1000)}, 16, shuffle=shuffle, drop_last=True)
+
+    whole, few = loader(), loader()
+    few.repeat_first(100)
+    assert few.samples == few.plan().samples == 96 and few.batch_size == 16
+    first = whole.read(0, 0, 96)["x"]
+    assert not few.comes_again
+    assert torch.equal(few.read(0, 0, 96)["x"], first) and not few.comes_again
+    assert torch.equal(few.read(1, 32, 96)["x"], first[32:]) and few.comes_again
+    small = loader()
+    small.repeat_first(3)
+    assert small.samples == 16, "a batch, in any case"
+    large = loader()
+    large.repeat_first(10**6)
+    assert large.samples == 992
+
+
 def test_drop_last_drops_other_samples_each_epoch() -> None:
     made = loader(batch_size=1000, drop_last=True)
     assert made.samples == 5000

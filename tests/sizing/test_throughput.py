@@ -52,3 +52,10 @@ def test_nothing_was_measured() -> None:
         ThroughputLaw([])
     with pytest.raises(ValueError, match="no probe"):
         ThroughputLaw([probe(rate=0.0)])
+
+
+def test_a_worker_that_waited_busily_alone_says_nothing_of_further_ps() -> None:
+    """The threads of one worker that has all cores wait busily: with fewer threads a sample takes less."""
+    law = ThroughputLaw([probe(), probe(2, 2, rate=19_000.0, worker_cpu_s=4e-5, ps_cpu_s=8e-6)])
+    assert law.ps_growth == 0.0
+    assert law.rate(2, 3).samples_per_s == law.rate(2, 2).samples_per_s

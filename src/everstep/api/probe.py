@@ -11,7 +11,7 @@ import os
 import resource
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -44,11 +44,13 @@ _SCAN_BATCH: Final = 4096
 
 class ProbeOrder(msgspec.Struct, frozen=True):
     """Says what a worker of a probe shall do. ``folder``: where it writes; ``window_s``: how long it measures;
-    ``scan_s``: how long worker 0 reads keys afterwards, 0: not at all."""
+    ``scan_s``: how long worker 0 reads keys afterwards, 0: not at all; ``first``: train with the first so many samples
+    only, again and again, and measure from the second time on, 0: with all."""
 
     folder: str
     window_s: float = 3.0
     scan_s: float = 0.0
+    first: int = 0
 
 
 _orders = msgspec.json.Decoder(ProbeOrder)
@@ -88,6 +90,8 @@ class Probe:
         self._order, self._spec, self._slot, self._trainer, self._loader = order, spec, slot, trainer, loader
         self._epochs = loader.epochs
         loader.epochs = _EPOCHS
+        if order.first:
+            loader.repeat_first(order.first)
         self._uploaded = {name for name, info in trainer.tables.infos.items() if info.upload is not None}
         self._activation_bytes = 0
 
@@ -96,7 +100,7 @@ class Probe:
 
     def steps(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield batches to train with; end the window in time, and go on."""
-        began, begin_at, cpu_s, samples = time.monotonic(), 0.0, 0.0, 0
+        loader, began, begin_at, cpu_s, samples = self._loader, time.monotonic(), 0.0, 0.0, 0
         ends: list[float] = []
         before: dict[str, float] = {}
         for step, batch in enumerate(batches):
@@ -104,22 +108,21 @@ class Probe:
             if begin_at:
                 ends.append(now)
                 if now - begin_at >= self._order.window_s and len(ends) > _STEPS_MIN:
-                    after = self._counters()
-                    reading = self._reading(begin_at, ends, samples, _cpu_s() - cpu_s, before, after)
+                    cpu_s, after = _cpu_s() - cpu_s, self._counters()
+                    with self._watched():  # (behind the window: it makes the peak of a process higher at times)
+                        yield batch
+                    reading = self._reading(begin_at, ends, samples, cpu_s, before, after)
                     self._write(reading, scanned=False)
                     if self._order.scan_s and self._slot == 0:
                         self._write(self._scanned(reading), scanned=True)
                         time.sleep(3600.0)  # the command ends this job
-                    begin_at = 0.0
-                    yield batch
                     yield from batches
                     return
                 samples += self._trainer.engine.in_hand
-            elif step >= _WARM_STEPS and now - began >= _WARM_S:
+            elif step >= _WARM_STEPS and now - began >= _WARM_S and (not self._order.first or loader.comes_again):
                 begin_at, cpu_s, before = now, _cpu_s(), self._counters()
                 samples = self._trainer.engine.in_hand
-            with self._watched() if step == _WARM_STEPS - 2 else nullcontext():
-                yield batch
+            yield batch
 
     # ------------------------------------------------------------ what is measured
 
@@ -178,13 +181,15 @@ class Probe:
 
     def _scanned(self, reading: ScriptReading) -> ScriptReading:
         """Read the keys of an epoch for as long as the order says, without training."""
+        began = time.monotonic()
         counters, rate = self._scan()
+        scan_s = time.monotonic() - began
         tables = [self._table(name, info, counters) for name, info in self._trainer.tables.infos.items()]
         for group in self._trainer.tables.dense:
             spec = group.spec
             state = spec.optimizer.state_floats(spec.dim)
             tables.append(TableReading(spec.name, spec.dim, state, dense=True, fixed=group.n_rows))
-        return msgspec.structs.replace(reading, tables=tuple(tables), read_samples_per_s=rate)
+        return msgspec.structs.replace(reading, tables=tuple(tables), read_samples_per_s=rate, scan_s=scan_s)
 
     def _scan(self) -> tuple[dict[str, DistinctCounter], float]:
         """Return what was counted by table, and how many samples/s can be read."""

@@ -18,6 +18,7 @@ from everstep.config.parity import parse_code
 from everstep.errors import ConfigError, EverstepError
 from everstep.monitor.job_history import args_digest, script_digest, user_history
 from everstep.monitor.process_readings import hardware_class
+from everstep.sizing.growing_tables import filled_samples, of_whole_job, rows_matter, rows_per_sample
 from everstep.sizing.past_jobs import (
     MemoryLesson,
     Similar,
@@ -33,6 +34,7 @@ from everstep.units import human_bytes, seconds, size_bytes
 
 MODES = ("ps", "allreduce", "pipeline")
 WINDOW_S = 3.0
+PROBED_PS = 4
 SCAN_S = 30.0
 
 
@@ -153,19 +155,35 @@ def wishes_of(flags: EstimateFlags, declared: str) -> Wishes:
 
 
 def probe_all(script: Path, args: tuple[str, ...], flags: EstimateFlags, wishes: Wishes) -> tuple[ProbeRun, ...]:
-    """Run the probes: one worker and one ps; then, where a machine can have two workers, two of each."""
+    """Run the probes, one after the other; the first one counts keys, too. Where one made far more rows than the job
+    will for a sample, another one of its size measures over rows that are there."""
     cores = flags.cores or os.cpu_count() or 1
     words = ["--mode", wishes.mode] if wishes.mode != "ps" else []
     stages = flags.stages or 1
     if wishes.mode == "pipeline":
         words += ["--stages", str(stages)]
-    ps = 1 if wishes.has_ps else 0
+    (workers, ps), *more = probed_sizes(wishes, cores)
     limit_s = seconds(flags.limit)
-    base = ProbeAsk(script, args, tuple(words), 1, ps, cores, WINDOW_S, seconds(flags.scan), limit_s, stages)
-    probes = [run_probe(base)]
-    if cores >= 2 and wishes.workers != 1 and wishes.max_workers != 1:
-        probes.append(run_probe(base._replace(workers=2, ps=2 * ps, scan_s=0.0)))
-    return tuple(probes)
+    base = ProbeAsk(script, args, tuple(words), workers, ps, cores, WINDOW_S, seconds(flags.scan), limit_s, stages)
+    fresh = [run_probe(base), *(run_probe(base._replace(workers=w, ps=p, scan_s=0.0)) for w, p in more)]
+    first = fresh[0].script
+    job_rows = rows_per_sample(first.tables, first.samples * (wishes.epochs or first.epochs))
+    found = []
+    for probe in fresh:
+        if rows_matter(probe, job_rows):
+            again = base._replace(workers=probe.workers, ps=probe.ps, scan_s=0.0, first=filled_samples(probe))
+            probe = of_whole_job(probe, run_probe(again), job_rows)
+        found.append(probe)
+    return tuple(found)
+
+
+def probed_sizes(wishes: Wishes, cores: int) -> list[tuple[int, int]]:
+    """Return the workers and ps of each probe: one of each (no ps in a mode without them); then, where a machine can
+    have two workers, two of each, or so many ps as were asked for, up to ``PROBED_PS``."""
+    ps = 1 if wishes.has_ps else 0
+    workers = 2 if cores >= 2 and wishes.workers != 1 and wishes.max_workers != 1 else 1
+    second = workers, min(wishes.ps, PROBED_PS) if wishes.ps > 0 else workers * ps
+    return [(1, ps)] if second == (1, ps) else [(1, ps), second]
 
 
 # ------------------------------------------------------------ words
@@ -186,12 +204,15 @@ def lines(sizing: Sizing, probes: tuple[ProbeRun, ...]) -> list[str]:
         if table.fixed:
             rows = f"{count(table.fixed)} rows, uploaded"
         elif keys.whole:
-            rows = f"{count(keys.likely)} rows: all {count(keys.seen)} samples were read" + (
+            rows = f"{count(keys.likely)} rows: all {count(keys.seen)} samples were read in {script.scan_s:.1f} s" + (
                 f", counted by a sketch (+- {100 * (keys.high / keys.likely - 1):.1f} %)" if keys.sketched else ""
             )
         else:
             span = f"{count(keys.low)} .. {count(keys.high)}"
-            rows = f"{count(keys.likely)} rows ({span}): {count(keys.seen)} of {count(keys.total)} samples were read"
+            rows = (
+                f"{count(keys.likely)} rows ({span}): {count(keys.seen)} of {count(keys.total)} samples were read in "
+            )
+            rows += f"{script.scan_s:.1f} s"
         row_bytes = 8 + 4 * (table.dim + table.state + table.meta)
         out.append(f"  table {table.name}: {rows}; {row_bytes} bytes a row with optimizer state")
     if script.window_samples and (script.bytes_out or script.bytes_in):

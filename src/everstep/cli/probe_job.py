@@ -25,7 +25,7 @@ from everstep.bounds import MALFORMED
 from everstep.cli.link import ask_view
 from everstep.errors import EverstepError, PlatformError, ScriptError
 from everstep.model.member import Role
-from everstep.monitor.vitals import read_vitals
+from everstep.monitor.vitals import children, peak_bytes, read_vitals
 from everstep.sizing.probe_readings import ProbeRun, ScriptReading
 
 _VARIABLE: Final = "EVERSTEP_PROBE"  # api/probe.py says what it holds; that needs torch
@@ -35,7 +35,8 @@ _ENDED: Final = "the script ended before its loop was measured"
 
 
 class ProbeAsk(NamedTuple):
-    """Says what to run. ``limit_s``: from the command to the end of the window; ``scan_s``: for keys, beside it."""
+    """Says what to run. ``limit_s``: from the command to the end of the window; ``scan_s``: for keys, beside it;
+    ``first``: the window sees the first so many samples, for the second time; 0: any, for the first time."""
 
     script: Path
     args: tuple[str, ...]
@@ -47,6 +48,7 @@ class ProbeAsk(NamedTuple):
     scan_s: float
     limit_s: float
     stages: int = 1
+    first: int = 0
 
 
 class _ProcessLook(NamedTuple):
@@ -57,6 +59,13 @@ class _ProcessLook(NamedTuple):
     peak_bytes: int
 
 
+class _Moment(NamedTuple):
+    """Is a reading that only grows, and when it was taken."""
+
+    at: float
+    value: float
+
+
 class _Watch:
     """Reads what the processes of a job take, from outside, again and again."""
 
@@ -65,37 +74,44 @@ class _Watch:
         self._roles: dict[int, Role] = {}
         self._seen: dict[int, list[_ProcessLook]] = {}
         self._asked_at = -math.inf
-        self._machine: list[_ProcessLook] = []
+        self._machine: list[_Moment] = []
+        self.rows: list[_Moment] = []
 
     def look(self) -> None:
         now = time.monotonic()
         if now - self._asked_at > 0.5:
             self._asked_at = now
             with contextlib.suppress(EverstepError, OSError):
-                members = ask_view(self._run_dir, timeout_s=1.0).members
-                self._roles.update({m.pid: m.role for m in members if m.pid})
+                view = ask_view(self._run_dir, speed=True, timeout_s=1.0)
+                self._roles.update({m.pid: m.role for m in view.members if m.pid})
+                if view.speed is not None:
+                    self.rows.append(_Moment(now, sum(c.rows or 0.0 for c in view.speed.counters)))
         times = psutil.cpu_times()
         idle_s = times.idle + getattr(times, "iowait", 0.0) + getattr(times, "steal", 0.0)
         guest_s = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # (counted as user, too)
-        self._machine.append(_ProcessLook(now, sum(times) - idle_s - guest_s, 0))
+        self._machine.append(_Moment(now, sum(times) - idle_s - guest_s))
         for pid in self._roles:
-            vitals, peak = read_vitals(pid), _peak_bytes(pid)
+            vitals, peak = read_vitals(pid), peak_bytes(pid)
             if vitals is not None:
-                for child in _children(pid) if self._roles[pid] is Role.WORKER else ():
-                    peak = max(peak, _peak_bytes(child))
+                for child in children(pid) if self._roles[pid] is Role.WORKER else ():
+                    peak = max(peak, peak_bytes(child))
                 self._seen.setdefault(pid, []).append(_ProcessLook(time.monotonic(), vitals.cpu_s, peak))
 
     def cpu_s(self, role: Role, begin_at: float, end_at: float) -> float:
         """Return the processor seconds of all processes of a role between two moments."""
         return sum(
-            _between(seen, end_at) - _between(seen, begin_at)
+            _grown([_Moment(s.at, s.cpu_s) for s in seen], begin_at, end_at)
             for pid, seen in self._seen.items()
             if self._roles[pid] is role
         )
 
+    def new_rows(self, begin_at: float, end_at: float) -> float:
+        """Return how many rows the ps made between two moments, by their beats."""
+        return _grown(self.rows, begin_at, end_at)
+
     def others_cores(self, begin_at: float, end_at: float) -> float:
         """Return how many cores processes that are not the job's kept busy between two moments."""
-        whole = _between(self._machine, end_at) - _between(self._machine, begin_at)
+        whole = _grown(self._machine, begin_at, end_at)
         own = sum(self.cpu_s(role, begin_at, end_at) for role in Role)
         return max(0.0, whole - own) / max(1e-9, end_at - begin_at)
 
@@ -107,26 +123,17 @@ class _Watch:
         return max(found, default=0)
 
 
-def _between(seen: Sequence[_ProcessLook], at: float) -> float:
-    """Return the processor seconds at a moment, from the looks on both sides of it."""
+def _grown(seen: Sequence[_Moment], begin_at: float, end_at: float) -> float:
+    """Return by how much a reading grew between two moments."""
+    return _between(seen, end_at) - _between(seen, begin_at)
+
+
+def _between(seen: Sequence[_Moment], at: float) -> float:
+    """Return the reading at a moment, from those on both sides of it."""
     for a, b in pairwise(seen):
         if a.at <= at <= b.at:
-            return a.cpu_s + (b.cpu_s - a.cpu_s) * (at - a.at) / max(1e-9, b.at - a.at)
-    return seen[0].cpu_s if seen and at < seen[0].at else seen[-1].cpu_s if seen else 0.0
-
-
-def _children(pid: int) -> list[int]:
-    from everstep.monitor.vitals import children
-
-    return children(pid)
-
-
-def _peak_bytes(pid: int) -> int:
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return 0
+            return a.value + (b.value - a.value) * (at - a.at) / max(1e-9, b.at - a.at)
+    return seen[0].value if seen and at < seen[0].at else seen[-1].value if seen else 0.0
 
 
 def run_probe(ask: ProbeAsk) -> ProbeRun:
@@ -135,7 +142,7 @@ def run_probe(ask: ProbeAsk) -> ProbeRun:
     home = Path(tempfile.mkdtemp(prefix="everstep-estimate-"))
     process: subprocess.Popen[bytes] | None = None
     try:
-        order = {"folder": str(home), "window_s": ask.window_s, "scan_s": ask.scan_s}
+        order = {"folder": str(home), "window_s": ask.window_s, "scan_s": ask.scan_s, "first": ask.first}
         env = {**os.environ, _VARIABLE: msgspec.json.encode(order).decode(), "EVERSTEP_HISTORY": "off"}
         run_dir = home / "run"
         sizes = ["--workers", str(ask.workers), "--ps", str(ask.ps)]
@@ -221,13 +228,15 @@ def _probe_run(
         spread=spread,
         worker_cpu_s=watch.cpu_s(Role.WORKER, begin_at, end_at) / samples,
         ps_cpu_s=watch.cpu_s(Role.PS, begin_at, end_at) / samples,
-        worker_peak_bytes=watch.peak(Role.WORKER, end_at + 2 * _LOOK_S),
-        ps_peak_bytes=watch.peak(Role.PS, end_at + 2 * _LOOK_S),
-        master_peak_bytes=watch.peak(Role.MASTER, end_at + 2 * _LOOK_S),
+        worker_peak_bytes=watch.peak(Role.WORKER, end_at),
+        ps_peak_bytes=watch.peak(Role.PS, end_at),
+        master_peak_bytes=watch.peak(Role.MASTER, end_at),
         start_s=readings[0].begin_at - began,
         script=readings[0],
         stages=ask.stages,
         others_cores=watch.others_cores(begin_at, end_at),
+        rows=_between(watch.rows, end_at),
+        rows_per_sample=max(0.0, watch.new_rows(begin_at, end_at)) / samples,
     )
 
 

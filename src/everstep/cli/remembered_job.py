@@ -32,7 +32,7 @@ class SeenJob:
     def see(self, view: JobView) -> None:
         """Take one view. Any thread, one at a time."""
         for member in view.members:
-            self.peaks[member.role] = max(self.peaks.get(member.role, 0), member.rss_bytes)
+            self.peaks[member.role] = max(self.peaks.get(member.role, 0), member.peak_bytes, member.rss_bytes)
         self.workers = max(self.workers, sum(m.role == "worker" and m.up for m in view.members))
         self.ps = max(self.ps, sum(m.role == "ps" and m.up for m in view.members))
         if view.samples_done <= 0:
@@ -55,6 +55,12 @@ def record_of(spec: JobSpec, summary: Mapping[str, Any], seen: SeenJob, at: floa
     """Return the record of a job that has ended. ``summary``: of summary.json."""
     rate, training_s = seen.rate
     model = summary.get("model") or {}
+    peaks = {str(role): int(n_bytes) for role, n_bytes in (summary.get("peaks") or {}).items()}
+
+    def peak(role: str) -> int:
+        """Return the peak of a role; its last beat, after the model was written, only the master has seen."""
+        return max(seen.peaks.get(role, 0), peaks.get(role, 0))
+
     numbers = ("steps", "generations", "steps_void", "batches_retried", "suspensions", "checkpoint")
     came = {name: float(summary.get(name) or 0) for name in numbers}
     return PastJob(
@@ -78,9 +84,9 @@ def record_of(spec: JobSpec, summary: Mapping[str, Any], seen: SeenJob, at: floa
         wall_s=float(summary.get("wall_s") or 0.0),
         training_s=training_s,
         samples_per_s=rate or float(summary.get("samples_per_s") or 0.0),
-        worker_peak_bytes=seen.peaks.get("worker", 0),
-        ps_peak_bytes=seen.peaks.get("ps", 0),
-        master_peak_bytes=seen.peaks.get("master", 0),
+        worker_peak_bytes=peak("worker"),
+        ps_peak_bytes=peak("ps"),
+        master_peak_bytes=peak("master"),
         model_bytes=sum(model.get("files", {}).values()),
         failures={str(k): int(v) for k, v in (summary.get("failures") or {}).items()},
         planned={"workers": spec.workers, "ps": spec.ps, "budget": spec.budget},

@@ -106,6 +106,9 @@ class Loader:
         """Random numbers that reading draws come from streams of the sample, apart from the script's. Else they "
         "come from
         the script's own, as with torch's DataLoader without workers."""
+        self._repeats = False
+        self.comes_again = False
+        """Positions of an epoch behind the first one were read."""
         self._transforming = DrawWatch()
         self._transformed = 0  # calls
         self._known: tuple[int, int, Int64s] = (-1, 0, np.empty(0, np.int64))  # epoch, position, rows from there on
@@ -140,8 +143,19 @@ class Loader:
     def plan(self) -> ShardSchedule:
         return self._plan
 
+    def repeat_first(self, samples: int) -> None:
+        """Have each epoch be the first ``samples`` samples of the first one, before anything is read: a probe wants to
+        see the same keys again."""
+        plan = self._plan
+        few = max(self.batch_size, min(samples, plan.samples))
+        self._plan = make_plan(self.name, few, self.batch_size, plan.seed, self.drop_last, plan.fingerprint)
+        self._repeats = True
+
     def indices(self, epoch: int, lo: int, hi: int) -> Int64s:
         """Return the rows of the source (int64 [hi - lo]) at positions ``[lo, hi)`` of ``epoch``."""
+        self.comes_again = self.comes_again or epoch > 0
+        if self._repeats:
+            epoch = 0
         if not 0 <= lo <= hi <= self._plan.samples:
             raise DataError(f"positions [{lo}, {hi}) of loader {self.name!r}, which has {self._plan.samples:,} samples")
         known_epoch, at, rows = self._known

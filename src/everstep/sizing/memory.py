@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from everstep.config.parity import ParityCode
@@ -48,23 +49,43 @@ def table_sizes(probe: ProbeRun) -> list[TableSize]:
     return found
 
 
-def ps_memory(probe: ProbeRun, ps: int, parity: ParityCode) -> RoleMemory:
-    """Return the peak of each of ``ps`` ps. Partitions are spread evenly. With parity K+M each partition has M / K as
-    many bytes elsewhere."""
-    script = probe.script
-    had = [float(t.fixed or t.probed) for t in script.tables]
+def rows_had(tables: tuple[TableReading, ...], probe: ProbeRun) -> list[float]:
+    """Return how many rows of each of ``tables`` a probe had at its end. One that did not count them by table knows
+    their sum; it has made as much of each as the probe that did."""
+    counted, fixed = sum(t.probed for t in tables if not t.fixed), sum(t.fixed for t in tables)
+    scale = max(0.0, probe.rows - fixed) / counted if not probe.script.tables and probe.rows and counted else 1.0
+    return [float(t.fixed) or t.probed * scale for t in tables]
+
+
+def ps_memory(probes: Sequence[ProbeRun], ps: int, parity: ParityCode) -> RoleMemory:
+    """Return the peak of each of ``ps`` ps, from the last probe with as many, else from the first one. Partitions are
+    spread evenly. With parity K+M each partition has M / K as many bytes elsewhere."""
+    script = probes[0].script
+    probe = next((p for p in reversed(probes) if p.ps == ps and p.rows), probes[0])
+    had = rows_had(script.tables, probe)
     own = max(0.0, probe.ps_peak_bytes - ps_rows_bytes(script.tables, had, script.partitions) / max(1, probe.ps))
     factor = 1.0 + parity.m / parity.k
     largest = -(-script.partitions // ps) / script.partitions  # the share of the ps with most partitions
     found = []
     for pick in ("low", "likely", "high"):
-        rows = [max(float(t.probed), getattr(rows_of(t), pick)) for t in script.tables]
+        rows = [max(n, getattr(rows_of(t), pick)) for t, n in zip(script.tables, had, strict=True)]
         found.append(factor * largest * ps_rows_bytes(script.tables, rows, script.partitions))
     return RoleMemory(own * (1 - _PROCESS) + found[0], own + found[1], own * (1 + _PROCESS) + found[2])
 
 
-def worker_memory(probes: tuple[ProbeRun, ...], workers: int) -> RoleMemory:
-    """Return the peak of each worker while it trains. The probe counts that had as many threads."""
+def worker_memory(probes: tuple[ProbeRun, ...], workers: int, mode: str) -> RoleMemory:
+    """Return the peak of each worker from its first batch to its last, and of the one that writes the model. The probe
+    counts that had as many threads."""
     probe = probes[-1] if workers >= probes[-1].workers else probes[0]
-    peak = probe.worker_peak_bytes
+    peak = probe.worker_peak_bytes + writing_bytes(probe, mode)
     return RoleMemory(peak * (1 - _PROCESS), peak, peak * (1 + _PROCESS))
+
+
+def writing_bytes(probe: ProbeRun, mode: str) -> int:
+    """Return what a worker needs beside its own state while it writes that of the job, as every job does at its end: a
+    copy of all of it, and one of the file that it writes, the model's or the optimizers'. A probe does not come so far,
+    and an earlier job's peak holds it. 0: the ps write theirs, or each stage its part."""
+    if mode != "allreduce" or probe.recorded:
+        return 0
+    model, optimizers = probe.script.parameter_bytes, probe.script.optimizer_bytes
+    return model + optimizers + max(model, optimizers)

@@ -61,6 +61,7 @@ class ScriptReading(msgspec.Struct, frozen=True):
     phases: dict[str, float] = {}  # seconds of the window by phase of the step
     tables: tuple[TableReading, ...] = ()
     read_samples_per_s: float = 0.0  # 0: not measured
+    scan_s: float = 0.0  # that it took to read and to count the keys of the tables
     partitions: int = 64
 
     @property
@@ -87,4 +88,7 @@ class ProbeRun(msgspec.Struct, frozen=True):
     script: ScriptReading
     stages: int = 1
     others_cores: float = 0.0  # that other processes of the machine kept busy meanwhile
+    rows: float = 0.0  # of all tables at the end of the window; 0: not known
+    rows_per_sample: float = 0.0  # of all tables, that were made in the window
+    growing_samples_per_s: float = 0.0  # while tables grew, where the other figures are those of the whole job
     recorded: bool = False  # by the history: of the script only samples and epochs are known

@@ -10,7 +10,7 @@ import msgspec
 
 from everstep.config.parity import OFF, ParityCode
 from everstep.errors import ConfigError
-from everstep.sizing.memory import ps_memory, table_sizes, worker_memory
+from everstep.sizing.memory import ps_memory, table_sizes, worker_memory, writing_bytes
 from everstep.sizing.probe_readings import ProbeRun, ScriptReading
 from everstep.sizing.throughput import ThroughputLaw
 from everstep.units import human_bytes
@@ -187,8 +187,8 @@ class Estimator:
 
     def _memory(self, workers: int, ps: int, machines: int) -> float:
         """Return the bytes that the job needs on its fullest machine: the one with the master."""
-        worker = worker_memory(self.probes, workers).high * -(-workers // machines)
-        server = ps_memory(self.probes[0], ps, self.wishes.parity).high * -(-ps // machines) if ps else 0.0
+        worker = worker_memory(self.probes, workers, self.wishes.mode).high * -(-workers // machines)
+        server = ps_memory(self.probes, ps, self.wishes.parity).high * -(-ps // machines) if ps else 0.0
         return worker + server + self.probes[0].master_peak_bytes
 
     def _empty(self) -> str:
@@ -257,10 +257,10 @@ class Estimator:
             "machines": _exact(size.machines, "machines", f"{self.law.cores} cores each"),
             "threads": _exact(size.threads, "threads a worker", "cores of a machine over its workers, at least 1"),
         }
-        worker = worker_memory(self.probes, size.workers)
+        worker = worker_memory(self.probes, size.workers, self.wishes.mode)
         found["worker_memory"] = Estimated(worker.likely, worker.low, worker.high, "bytes", self._why_worker())
         if size.ps:
-            server = ps_memory(self.probes[0], size.ps, self.wishes.parity)
+            server = ps_memory(self.probes, size.ps, self.wishes.parity)
             rows = sum(t.bytes for t in self.tables)
             reason = f"{human_bytes(rows)} of rows over {size.ps} ps, parity {self.wishes.parity}, beside the process"
             if self.probes[0].recorded:
@@ -304,6 +304,8 @@ class Estimator:
         if script.optimizer_bytes:
             parts.append(f"{human_bytes(script.optimizer_bytes)} of optimizer state")
         parts.append(f"{human_bytes(script.activation_bytes)} kept for backward by a batch of {script.batch}")
+        if writing := writing_bytes(self.probes[0], self.wishes.mode):
+            parts.append(f"and {human_bytes(writing)} more while it writes the model")
         return "peak of the probe, while it trains: " + ", ".join(parts)
 
     def _notes(self, size: Size) -> list[str]:
@@ -313,6 +315,12 @@ class Estimator:
         if (others := max(p.others_cores for p in self.probes)) >= _OTHERS:
             notes.append(
                 f"other processes kept {others:.1f} of {self.law.cores} cores busy: on a quiet machine it is faster"
+            )
+        if (probe := self.probes[-1]).growing_samples_per_s:
+            notes.append(
+                f"tables grow at first: {probe.growing_samples_per_s:,.0f} samples/s with {probe.workers} workers and "
+                f"{probe.ps} ps then, and {probe.samples_per_s:,.0f} over the whole job, which makes "
+                f"{probe.rows_per_sample:.2g} rows for a sample"
             )
         if size.machines > 1:
             notes.append("the network between machines is not counted")

@@ -12,6 +12,7 @@ _PAGE_BYTES: Final = 32 << 10  # a page holds as many slots, a power of two, as 
 _ENTRY_BYTES: Final = 16  # of the index
 _FIRST: Final = 16  # entries of the first index
 _TAIL_BYTES: Final = 1 << 20  # half of a mapping: the last one is not full
+_OWN_MAPPING: Final = 1 << 20  # a block of so many bytes is a mapping of its own, and is given back
 _LOAD: Final = 0.7  # the index is doubled above this share
 
 
@@ -21,7 +22,8 @@ def row_bytes(table: TableReading) -> float:
 
 
 class TableBytes(NamedTuple):
-    """Says what the rows of a table take. ``freed``: smaller indexes of before; the process keeps their memory."""
+    """Says what the rows of a table take. ``freed``: smaller indexes of before; the process keeps their memory, until
+    pages have used it up, or an index has become so large that the one before was a mapping of its own."""
 
     pages: float
     indexes: float
@@ -52,8 +54,8 @@ def table_bytes(table: TableReading, rows: float, partitions: int) -> TableBytes
     deviation = math.sqrt(each) if rows > partitions else 0.0  # partitions are even up to chance
     pages = used * _expected(lambda n: float(math.ceil(n / slots) * page), each, deviation)
     index = used * _expected(_index_bytes, each, deviation)
-    first = used * _FIRST * _ENTRY_BYTES
-    return TableBytes(pages, index, max(0.0, index - first))
+    freed = used * _expected(_freed_bytes, each, deviation)
+    return TableBytes(pages, index, freed)
 
 
 def ps_rows_bytes(tables: tuple[TableReading, ...], rows: list[float], partitions: int) -> float:
@@ -72,6 +74,11 @@ def _index_bytes(rows: float) -> float:
     while rows > size * _LOAD:
         size *= 2
     return float(size * _ENTRY_BYTES)
+
+
+def _freed_bytes(rows: float) -> float:
+    size = _index_bytes(rows)
+    return size - _FIRST * _ENTRY_BYTES if size / 2 < _OWN_MAPPING else 0.0
 
 
 def _align(n: int) -> int:

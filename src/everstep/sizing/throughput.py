@@ -49,8 +49,9 @@ class ThroughputLaw:
         if two is None:
             return
         if two.ps > one.ps and one.ps_cpu_s > 0 and one.worker_cpu_s > 0 and two.worker_cpu_s > 0:
-            # What the cores' sharing costs makes both roles slower alike; what is left of the ps' is its requests.
-            grown = (two.ps_cpu_s / one.ps_cpu_s) / (two.worker_cpu_s / one.worker_cpu_s)
+            # What the cores' sharing costs makes both roles slower alike; what is left of the ps' is its requests. A
+            # worker may also take less than alone: the threads of one that has all cores wait busily.
+            grown = (two.ps_cpu_s / one.ps_cpu_s) / max(1.0, two.worker_cpu_s / one.worker_cpu_s)
             self.ps_growth = min(_GROWTH_MAX, max(0.0, grown - 1.0) / (two.ps - one.ps))
         self._worker_cpu_s = two.worker_cpu_s
         self._ps_cpu_s = two.ps_cpu_s / (1 + self.ps_growth * (two.ps - one.ps))
