@@ -99,6 +99,10 @@ class EmulatedJob(Job):
             raise RuntimeError(f"{size}: {answer.error}")
         self.wait_for(lambda: self.size() == size)
 
+    def trained_since(self, at: float) -> int:
+        """Return how many workers have trained a batch since this moment (seconds since 1970)."""
+        return sum(path.stat().st_mtime > at for path in self.marks.glob("[0-9]*"))
+
     def done(self) -> NDArray[np.float64]:
         """Return float64 [n, 2]: when each batch was done (seconds of the monotonic clock), and its samples."""
         found = []
@@ -168,6 +172,8 @@ def sweep(costs: Costs, bounds: Size, settle_s: float, span_s: float) -> Swept:
 
 def _settled(job: EmulatedJob, size: Size, settle_s: float, span_s: float) -> float:
     job.scale(size)
+    up_at = time.time()
+    job.wait_for(lambda: job.trained_since(up_at) >= size[0])
     time.sleep(settle_s)
     at = time.monotonic()
     time.sleep(span_s)

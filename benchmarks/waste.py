@@ -1,15 +1,17 @@
 """Simulated: what policy ``auto`` wastes of machines, against what users ask for and a rule for each role alone.
 
-The policy and its model of speed are the production code, in virtual time. The requests are recorded: workers and ps of
-recommendation services (``traces/alibaba-dlrm-requests``: nodes with GPUs become workers, nodes without ps, with their
-requested CPUs). Nothing was fitted to them.
+The brain, the policy and its model of speed are the production code, in virtual time: each job is one of
+``sim.elastic``, and its plans are checked and carried out by its own brain. The requests are recorded: workers and ps
+of recommendation services (``traces/alibaba-dlrm-requests``: nodes with GPUs become workers, nodes without ps, with
+their requested CPUs). Nothing was fitted to them.
 
 **Assumed**, since the trace has no use: how much users ask for too much. The useful size of a job is its request over a
 factor, each role for itself (0.8 to 1.25 times that). There the three terms of the job's speed are equal: more of one
 role alone brings little. A job lasts 1 to 3 hours at its request, and jobs come one after the other. All share one
-cluster of so many cores that 60 % of the requests fit; a job waits, first come first served, until its first size
-fits. Elastic jobs begin with a quarter of their request, and never have more than it. A change of size counts from the
-next window of 60 s on; readings have 1 % noise. The brain's instructions and the pause of a change are not simulated.
+cluster of so many cores that 60 % of the requests fit; a job waits, first come first served, until its first size fits.
+Elastic jobs begin with a quarter of their request, and never have more than it. They are looked at once in 60 s. A
+process begins after 10 s, in which its cores are not used; readings have 1 % noise. What moving partitions takes is not
+simulated.
 
 Used is what the processes compute. Waste is (allocated - used) / allocated, in core hours. The rule for each role alone
 is the marginal gain that DLRover's code has: workers are added while the last ones brought over 20 % of what an average
@@ -20,6 +22,7 @@ extension 42 % less waste, both on clusters of their own: no figure here is thei
 
 from __future__ import annotations
 
+import copy
 import csv
 import math
 import random
@@ -27,10 +30,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from everstep.ids import Incarnation, NodeId, Slot
+from benchmarks._measure import note_rounds
+from everstep.brain.events import PlanMade
+from everstep.config.spec import JobSpec
+from everstep.master.observe import is_up, pending
+from everstep.master.policy import complete
+from everstep.model.capacity import Market, Offer
+from everstep.model.decision import Decision
+from everstep.model.member import Role
 from everstep.model.observation import Observations, Pace, ServerSeen, WorkerSeen
-from everstep.model.plan import Scale
+from everstep.model.plan import Plan, Scale
+from everstep.platforms.traces import Trace, TraceMarket, timeline_of
 from everstep.policies.auto import AutoState, Size, auto
+from everstep.sim.elastic.job_model import Figure, MeasuredJob
+from everstep.sim.elastic.virtual_job import VirtualJob, Work
 
 REQUESTS = Path(__file__).parent / "traces" / "alibaba-dlrm-requests" / "requests.csv"
 FACTORS = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0)
@@ -40,7 +53,10 @@ FITS = 0.6
 SHARP = 4.0  # how suddenly one term of the speed takes over from another
 AIM = 0.42
 SETTLED = 8  # looks in a row without a change, after which a job is not looked at any more: its speed does not change
-ONE, NODE = Incarnation(1), NodeId("n")
+FORK_S = 10.0  # from the order to start a process to its first work
+SHARD_S = 60.0  # that a worker works on a shard, about
+STEP_S = 10.0  # so often it is looked at what a job holds, and how many ps it has
+NO_MACHINES = Trace((), 1.0, 0)  # beside the first one, which has room for all
 
 
 class Request(NamedTuple):
@@ -65,10 +81,9 @@ class Truth(NamedTuple):
         terms = (self.own_s / size[0], self.shared_s, self.ps_s / size[1])
         return float(sum(t**SHARP for t in terms) ** (-1 / SHARP))
 
-    def used(self, request: Request, size: Size) -> float:
-        """Return the cores that the processes of this size use."""
-        rate = self.rate(size)
-        return rate * (self.own_s * request.cores[0] + self.ps_s * request.cores[1])
+    def cores_s(self, request: Request) -> float:
+        """Return the core seconds that a sample takes, at workers and ps together."""
+        return self.own_s * request.cores[0] + self.ps_s * request.cores[1]
 
 
 def requests() -> list[Request]:
@@ -88,44 +103,105 @@ def truth_of(request: Request, factor: float, rng: random.Random) -> Truth:
     return Truth(knee[0] * 1e-3, 1e-3, knee[1] * 1e-3)
 
 
+class JobTimes(MeasuredJob):
+    """Says how fast a job trains with the ps that it has now."""
+
+    def __init__(self, truth: Truth, ps: int) -> None:
+        super().__init__({"fork_s": Figure(FORK_S, "assumed"), "protecting": Figure(0.0, "no parity")})
+        self.truth, self.ps = truth, ps
+
+    def rate(self, workers: int) -> float:
+        return self.truth.rate((workers, self.ps)) if workers > 0 else 0.0
+
+
 class Job:
-    """Is one job under one strategy."""
+    """Is one job under one strategy: a virtual one, which its own production brain leads."""
 
     def __init__(self, request: Request, truth: Truth, hours: float, start: Size) -> None:
-        self.request, self.truth, self.size = request, truth, start
-        self.left = hours * 3600.0 * truth.rate(request.size)
+        self.request, self.truth = request, truth
+        self.asks = start  # the size that it has, or is to have
         self.began = self.ended = -1.0
-        self.since = 0.0
         self.allocated = self.used = 0.0
         self.state: Any = None
         self.quiet = 0
+        self._done = 0
+        self._map = 0  # version of the partitions' map at the last look
+        self.rest_since = 0.0  # no partition was under way since, in seconds of its brain
+        samples = int(hours * 3600.0 * truth.rate(request.size))
+        shard = max(1, int(SHARD_S * truth.rate(request.size) / request.size[0]))
+        spec = JobSpec(
+            name="job",
+            workers=start[0],
+            ps=start[1],
+            max_workers=request.size[0],
+            max_ps=request.size[1],
+            policy="auto",
+            optimize="waste",
+        )
+        self._times = JobTimes(truth, start[1])
+        market = TraceMarket(NO_MACHINES, timeline_of(NO_MACHINES, 1.0), Offer("", "", Market.ON_DEMAND))
+        self.virtual = VirtualJob(spec, Work(samples, 1, shard), self._times, market, 0)
+
+    def begin(self, at: float) -> None:
+        self.began = at
+        self.virtual.begin()
+
+    @property
+    def size(self) -> Size:
+        """Return the workers and ps that hold cores: they run, or are on the way up or down."""
+        members = self.virtual.brain.members
+        return sum(r.running for r in members.workers.values()), sum(r.running for r in members.servers.values())
+
+    def holds(self) -> float:
+        """Return the cores that nobody else may have."""
+        size = self.size
+        return self.request.cores_of((max(size[0], self.asks[0]), max(size[1], self.asks[1])))
 
     def run(self, at: float) -> None:
         """Train until ``at + WINDOW_S``, or the end."""
-        rate = self.truth.rate(self.size)
-        span_s = min(WINDOW_S, self.left / rate)
-        self.left -= rate * span_s
-        self.allocated += self.request.cores_of(self.size) * span_s
-        self.used += self.truth.used(self.request, self.size) * span_s
-        if self.left <= 1e-6:
-            self.ended = at + span_s
+        job = self.virtual
+        until = at - self.began
+        while until < at - self.began + WINDOW_S and not job.kernel.stopped:
+            until = min(until + STEP_S, at - self.began + WINDOW_S)
+            before = job.kernel.now
+            job.advance(until)
+            span_s = job.kernel.now - before
+            done, placement = job.samples, job.placement
+            trained, self._done = done - self._done, done
+            self.allocated += self.request.cores_of(self.size) * span_s
+            self.used += trained * self.truth.cores_s(self.request)
+            ps = len(placement.servers) if placement is not None else self._times.ps
+            if placement is not None and placement.version != self._map:
+                self._map, self.rest_since = placement.version, job.at
+            if ps != self._times.ps:
+                self._times.ps = ps
+                job.workers.speed(1.0)
+        if job.kernel.stopped:
+            if job.error or not job.workers.through():
+                raise RuntimeError(f"a virtual job has failed: {job.error}")
+            self.ended = self.began + job.kernel.now
+
+    def tell(self, plan: Plan) -> None:
+        """Have the brain follow a plan, if it can."""
+        job = self.virtual
+        job.tell(PlanMade("auto", plan))
+        self.asks = job.brain.job.workers_wanted, job.brain.job.ps_wanted
 
 
-Strategy = Callable[[Job, float, random.Random], Size]
-"""Says which size a job shall have, at a look."""
+Strategy = Callable[[Job, random.Random], Plan | None]
+"""Says at a look which size a job shall have."""
 
 
-def static(job: Job, at: float, rng: random.Random) -> Size:
+def static(job: Job, rng: random.Random) -> Plan | None:
     """Keep what the user asked for."""
-    return job.size
+    return None
 
 
-def elastic(job: Job, at: float, rng: random.Random) -> Size:
+def elastic(job: Job, rng: random.Random) -> Plan | None:
     """Ask policy ``auto``, with the request as its bounds."""
     before: AutoState | None = job.state
-    plan, job.state = auto(observe(job, at, rng), before)
-    scales = [action for action in plan.actions if isinstance(action, Scale)] if plan is not None else []
-    return (scales[0].workers, scales[0].ps or job.size[1]) if scales else job.size
+    plan, job.state = auto(observe(job, rng), before)
+    return plan if plan is not None and plan.actions else None
 
 
 class Roles:
@@ -136,12 +212,21 @@ class Roles:
         self.enough = False  # workers
 
 
-def each_role(job: Job, at: float, rng: random.Random) -> Size:
+def each_role(job: Job, rng: random.Random) -> Plan | None:
+    """Say the size by that rule, once the last one is there."""
+    now = job.size
+    if now != job.asks or job.rest_since > job.virtual.at - WINDOW_S:
+        return None
+    size = _next_of_a_role(job, rng)
+    return Plan(actions=(Scale(workers=size[0], ps=size[1]),), decision=Decision("scale", "")) if size != now else None
+
+
+def _next_of_a_role(job: Job, rng: random.Random) -> Size:
     """Add ps where they are saturated, else workers while the last ones brought over 20 % of average ones."""
     state: Roles = job.state or Roles()
     job.state = state
     (workers, ps), most = job.size, job.request.size
-    rate = job.truth.rate(job.size) * rng.gauss(1.0, 0.01)
+    rate = job.truth.rate((workers, ps)) * rng.gauss(1.0, 0.01)
     if state.tried is not None:
         size, before = state.tried
         state.tried = None
@@ -151,36 +236,47 @@ def each_role(job: Job, at: float, rng: random.Random) -> Size:
     if rate * job.truth.ps_s / ps > 0.9:
         return workers, min(most[1], ps + max(1, round(0.2 * ps)))
     if state.enough or workers >= most[0]:
-        return job.size
-    state.tried = job.size, rate
+        return workers, ps
+    state.tried = (workers, ps), rate
     return min(most[0], workers + max(1, round(0.2 * workers))), ps
 
 
-def observe(job: Job, at: float, rng: random.Random) -> Observations:
+def observe(job: Job, rng: random.Random) -> Observations:
     """Return what the master sees of a window. A worker waits for whoever is short, in proportion."""
-    (workers, ps), truth = job.size, job.truth
-    each_s = workers / truth.rate(job.size)
+    virtual, truth = job.virtual, job.truth
+    brain = virtual.brain
+    up = {
+        role: [r.member for _, r in sorted(records.items()) if is_up(r)]
+        for role, records in ((Role.WORKER, brain.members.workers), (Role.PS, brain.members.servers))
+    }
+    workers, ps = max(1, len(up[Role.WORKER])), max(1, len(up[Role.PS]))
+    each_s = workers / truth.rate((workers, ps))
     waits_s = max(0.0, each_s - truth.own_s)
     shared, served = truth.shared_s**SHARP, (truth.ps_s / ps) ** SHARP
     data_s = waits_s * shared / (shared + served)
     phases = {"data": data_s, "pull": waits_s - data_s, "forward": 0.4 * truth.own_s, "backward": 0.6 * truth.own_s}
     samples = max(1, round(WINDOW_S / each_s * rng.gauss(1.0, 0.01)))
     pace = Pace(samples=samples, phases={name: s * WINDOW_S / each_s for name, s in phases.items()})
-    return Observations(
-        at=at,
-        window_s=WINDOW_S,
-        wanted_workers=workers,
-        wanted_ps=ps,
+    seen = Observations(
+        at=virtual.at,
+        wanted_workers=brain.job.workers_wanted,
+        wanted_ps=brain.job.ps_wanted,
+        pending=pending(brain),
+        remaining_samples=virtual.work.samples - virtual.samples,
         workers=tuple(
-            WorkerSeen(slot=Slot(i), incarnation=ONE, node=NODE, since=job.since, short=pace) for i in range(workers)
+            WorkerSeen(slot=m.slot, incarnation=m.incarnation, node=m.node, since=m.since, short=pace)
+            for m in up[Role.WORKER]
         ),
         servers=tuple(
-            ServerSeen(slot=Slot(i), incarnation=ONE, node=NODE, since=job.since, partitions=1) for i in range(ps)
+            ServerSeen(slot=m.slot, incarnation=m.incarnation, node=m.node, since=m.since, partitions=1)
+            for m in up[Role.PS]
         ),
         max_workers=job.request.size[0],
         max_ps=job.request.size[1],
         optimize="waste",
+        rest_since=job.rest_since,
     )
+    return complete(seen, brain, WINDOW_S)
 
 
 class Ran(NamedTuple):
@@ -196,8 +292,8 @@ def simulate(strategy: Strategy, factor: float, asked: list[Request], seed: int)
     rng = random.Random(seed)
     truths = [(request, truth_of(request, factor, rng), rng.uniform(1.0, 3.0)) for request in asked]
     noise = random.Random(seed + 1)
-    free = FITS * sum(request.cores_of(request.size) for request in asked)
-    free = max(free, max(request.cores_of(request.size) for request in asked))
+    cores = FITS * sum(request.cores_of(request.size) for request in asked)
+    cores = max(cores, max(request.cores_of(request.size) for request in asked))
     apart_s = 2.0 * 3600.0 / len(asked)  # all come within two hours
     waiting: list[tuple[float, Job]] = []
     for i, (request, truth, hours) in enumerate(truths):
@@ -205,17 +301,17 @@ def simulate(strategy: Strategy, factor: float, asked: list[Request], seed: int)
         waiting.append((i * apart_s, Job(request, truth, hours, request.size if strategy is static else quarter)))
     every, up, at = list(waiting), list[Job](), 1.0
     while waiting or up:
-        while waiting and waiting[0][0] <= at and waiting[0][1].request.cores_of(waiting[0][1].size) <= free:
-            _, job = waiting.pop(0)
-            job.began = job.since = at
-            free -= job.request.cores_of(job.size)
+        while waiting and waiting[0][0] <= at:
+            job = waiting[0][1]
+            if job.request.cores_of(job.asks) > cores - sum(other.holds() for other in up):
+                break
+            waiting.pop(0)
+            job.begin(at)
             up.append(job)
         for job in up:
             job.run(at)
-            if job.ended >= 0:
-                free += job.request.cores_of(job.size)
-            elif at > job.since and job.quiet < SETTLED and strategy is not static:
-                free -= resize(job, strategy, at + WINDOW_S, noise, free)
+            if job.ended < 0 and at > job.began and job.quiet < SETTLED and strategy is not static:
+                resize(job, strategy, noise, cores - sum(other.holds() for other in up if other.ended < 0))
         up = [job for job in up if job.ended < 0]
         at += WINDOW_S
     jobs = [job for _, job in every]
@@ -228,25 +324,28 @@ def simulate(strategy: Strategy, factor: float, asked: list[Request], seed: int)
     )
 
 
-def resize(job: Job, strategy: Strategy, at: float, noise: random.Random, free: float) -> float:
-    """Ask the strategy; return the cores that the job takes more. What does not fit is not given, and is no change."""
-    before = job.state
-    size = strategy(job, at, noise)
-    more = job.request.cores_of(size) - job.request.cores_of(job.size)
-    if size == job.size:
+def resize(job: Job, strategy: Strategy, noise: random.Random, free: float) -> None:
+    """Ask the strategy, and tell the brain. What does not fit is not given, and is no change."""
+    before = copy.copy(job.state)
+    plan = strategy(job, noise)
+    if plan is None:
         job.quiet += 1
-        return 0.0
-    if more > free:
+        return
+    (scale,) = plan.actions
+    assert isinstance(scale, Scale)
+    size = scale.workers, scale.ps or job.asks[1]
+    if job.request.cores_of(size) - job.holds() > free:
         job.state = before
-        return 0.0
-    job.size, job.since, job.quiet = size, at, 0
-    return more
+        return
+    job.tell(plan)
+    job.quiet = 0
 
 
 def run(quick: bool) -> dict[str, Any]:
     asked = requests()
     chosen = asked[:: max(1, len(asked) // (10 if quick else 16))]
-    seeds = (1,) if quick else (1, 2, 3)
+    seeds = range(1, 2 if quick else 6)
+    note_rounds(len(seeds))
     strategies: dict[str, Strategy] = {"asked": static, "roles": each_role, "auto": elastic}
     figures: dict[str, float] = {"jobs": len(chosen)}
     spread: dict[str, tuple[float, float]] = {}

@@ -41,7 +41,7 @@ def test_more_than_the_useful_size_brings_little(waste: ModuleType) -> None:
 def test_what_is_used_is_never_more_than_what_is_there(waste: ModuleType) -> None:
     truth, request = waste.Truth(4e-3, 1e-3, 3e-3), waste.Request((8, 6), (8.0, 32.0))
     for size in ((1, 1), (4, 3), (12, 12), (1, 9)):
-        assert 0 < truth.used(request, size) < request.cores_of(size)
+        assert 0 < truth.rate(size) * truth.cores_s(request) < request.cores_of(size)
 
 
 def test_static_requests_waste_more_the_more_is_asked_for(waste: ModuleType) -> None:
