@@ -17,10 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 FORKSERVER = Path(__file__).parent / "forkserver"
 ADDRESS = "EVERSTEP_TEST_FORKSERVER"
 os.environ["EVERSTEP_HISTORY"] = "off"  # no test writes into the history of its user
+settings.register_profile("everstep", deadline=None)  # the machine may be busy: no time of an example says anything
+settings.load_profile("everstep")
 _SINGLE_THREADED = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 

@@ -38,7 +38,8 @@ def test_a_range_computed_again_draws_the_same_and_no_two_ranges_do(run: Run, fl
         drawn.setdefault(int(lo), []).append((pid, values))
     assert len(drawn) == 16
     killed_at = drawn[700]
-    assert len(killed_at) == 3 and len({pid for pid, _ in killed_at}) >= 2  # two epochs, and the one that was killed
+    assert len(killed_at) >= 3  # two epochs, and the one that was killed (a change of members may repeat a sync batch)
+    assert len({pid for pid, _ in killed_at}) >= 2
     by_values: dict[str, set[int]] = {}
     for lo, found in drawn.items():
         assert len({values for _, values in found}) == 2, (lo, found)  # one for each epoch, whoever computes it
