@@ -20,7 +20,8 @@ all four sizes in turn in every round; figures of a size begin with its name (``
 
 ``--steady``: the window begins when every worker has trained ``STEADY_EPOCHS`` of its share of the data and all mirrors
 are complete, and is ``STEADY_S`` seconds long, or two lags. Before that, each batch makes rows, and mirrors are being
-made: that is what the other figures have in them. Figures begin with ``steady_``; sides: ``none`` and ``STEADY_LAGS``.
+made: that is what the other figures have in them. Figures begin with ``steady_``; sides: ``none`` and ``STEADY_LAGS``;
+those of six ps by name (EVERSTEP_OVERHEAD_SIDES=two_parity_lag_2s,two_parity_lag_4s).
 
 EVERSTEP_OVERHEAD_ROUNDS (3), EVERSTEP_OVERHEAD_SIZES ("16x2048": dim x batch, one or more; figures of others than this
 one begin with their names), EVERSTEP_OVERHEAD_SIDES (all; else these, the first one of each group, ``none``,
@@ -70,6 +71,7 @@ GROUPS = ("", "spare_", "two_")
 SIZE = "16x2048"
 CURVE = ("16x2048", "16x8192", "64x2048", "64x8192")
 STEADY_LAGS = (2.0, 4.0, 8.0)
+TWO_LAGS = (2.0, 4.0)
 STEADY_EPOCHS = 1.3  # of the data, by all workers together: then few keys are left that have no row
 STEADY_S = 14.0
 STEADY = "steady_"
@@ -82,6 +84,7 @@ AIMS = {
     "spare_parity_lag_2s_of_none": 0.99,
     "two_parity_lag_2s_of_none": 0.97,
     **{f"steady_parity_lag_{lag:g}s_of_none": 0.98 for lag in STEADY_LAGS},
+    **{f"steady_two_parity_lag_{lag:g}s_of_none": 0.97 for lag in TWO_LAGS},
 }
 
 CPR = ROOT / "benchmarks" / "twins" / "cpr_flights.py"
@@ -105,7 +108,13 @@ SIDES: dict[str, tuple[list[str], str]] = {
     ),
     "two_none": (["--ps", "6"], ""),
     "two_parity_acked": (["--ps", "6", "--parity", "4+2"], ""),
-    "two_parity_lag_2s": (["--ps", "6", "--parity", "4+2", "--protect", "lag", "--protect-lag", "2s"], ""),
+    **{
+        f"two_parity_lag_{lag:g}s": (
+            ["--ps", "6", "--parity", "4+2", "--protect", "lag", "--protect-lag", f"{lag:g}s"],
+            "",
+        )
+        for lag in TWO_LAGS
+    },
 }
 
 
