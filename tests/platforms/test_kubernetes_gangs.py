@@ -54,6 +54,20 @@ def test_the_group_is_there_before_its_pods(gang: str) -> None:
     assert world.pods == {} and world.gang is not None, "a scheduler may make a group of its own for a pod without one"
 
 
+def test_a_job_is_not_suspended_before_its_group_is_gone() -> None:
+    world = World(gang_job("Volcano", elasticity={"maxWaitSeconds": 600}))
+    seen = set()
+    for number in range(120):  # (the operator is killed after one thing that it did, or two, or three)
+        world.deliver(len(world.log))
+        world.work(1 + number % 3)
+        world.leave()
+        seen.add(world.job["status"].get("phase"))
+        if world.job["status"].get("phase") == JobPhase.SUSPENDED:
+            assert world.pods == {} and world.gang is None
+        world.now_s += 20.0
+    assert {JobPhase.WAITING, JobPhase.SUSPENDED} <= seen
+
+
 @pytest.mark.parametrize("on_timeout", ["Suspend", "Fail"])
 def test_what_is_held_is_given_back_when_the_wait_is_over(on_timeout: str) -> None:
     world = World(gang_job("Volcano", elasticity={"maxWaitSeconds": 200, "onWaitTimeout": on_timeout}))

@@ -64,6 +64,8 @@ from everstep.platforms.kubernetes.scale_requests import carry_out
 MANAGED_BY: Final = "everstep.io/operator"
 LOOK_S: Final = 5.0
 """So often a job that runs is looked at, whatever happens."""
+GONE_S: Final = 0.5
+"""So soon it is looked whether a PodGroup is gone."""
 REFUSED_S: Final = 30.0
 PROGRESS_S: Final = 30.0
 """So often progress is written, if nothing else is to be."""
@@ -267,12 +269,15 @@ class _Look:
         words = f"{there} of the {needed} pods that the job needs have a node"
         status.say(Condition.WAITING, there < needed, "Gang" if there < needed else "Placed", words)
 
-    def _disband(self) -> None:
-        """Delete the job's PodGroup: it may keep room in a queue."""
+    def _disband(self) -> bool:
+        """Delete the job's PodGroup: it may keep room in a queue. Return whether there is none."""
         self._status.say(Condition.WAITING, False)
         kind = gangs.kind_of(self._job)
-        if kind is not None and self._seen.gang is not None:
-            self._actions.append(Delete(kind, name_of(self._seen.gang), uid_of(self._seen.gang)))
+        if kind is None or self._seen.gang is None:
+            return True
+        self._actions.append(Delete(kind, name_of(self._seen.gang), uid_of(self._seen.gang)))
+        self._again.append(GONE_S)
+        return False
 
     @property
     def _gang_waits(self) -> bool:
@@ -294,12 +299,11 @@ class _Look:
                 self._again.append(LOOK_S)
             for pod in self._pods:
                 self._delete(pod)
-            leave = bool(self._pods) or (waited and not asked)
+            leave = bool(self._pods) or (waited and not asked) or not self._disband()
             status.say(Condition.SUSPENDING, leave, WAIT_TIMEOUT if waited and leave else PODS_LEAVE)
             status.say(Condition.SUSPENDED, not leave, "Suspended", "spec.suspend: false lets it go on")
             status.now.pop("waitingSince", None)
             if not leave:
-                self._disband()
                 self._write_leavings()
             return True
         status.say(Condition.SUSPENDED, False)
