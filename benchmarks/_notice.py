@@ -36,6 +36,7 @@ IDS = 32  # of a sample
 BATCH = 512
 LIMIT_S = 240.0
 PIECE = 1 << 20
+LOOKS = 10  # at the CPU of the ps, for one at their logs
 CALM_BATCHES = 40  # before the notice: what pushes cost
 TAKER = """
 import sys
@@ -192,9 +193,10 @@ def notice_to_safe(home: Path, state_mb: int, lead_s: float) -> NoticeToSafe:
         spent = [before_s]
 
         def safe() -> bool:
-            time.sleep(0.1)
-            with contextlib.suppress(psutil.NoSuchProcess):  # (the one that is empty may end at once)
-                spent.append(cpu_s(pids))
+            for _ in range(LOOKS):  # (reading the logs takes CPU that the job could use; they say themselves when)
+                time.sleep(0.1)
+                with contextlib.suppress(psutil.NoSuchProcess):  # (the one that is empty may end at once)
+                    spent.append(cpu_s(pids))
             return held <= set(_acquired(job.logs(), held, began))
 
         job.wait_for(safe)

@@ -41,7 +41,7 @@ MACHINES = 3
 SEEDS = 5
 OFF_MOST = 0.05
 SIDES = {"ps": 0.0, "hybrid": LEAD_S}  # seconds of notice
-SAMPLES = 10**9  # more than it trains
+EPOCHS = 100_000  # more than it trains
 
 
 class Run(NamedTuple):
@@ -59,7 +59,7 @@ def run_of(events: list[Event], name: str) -> Run:
     recorded = RecordedJob()
     for event in events:
         recorded.take(event)
-    work = Work(SAMPLES, 1, recorded.work().shard_samples)
+    work = recorded.work()._replace(epochs=EPOCHS)  # (what waits at the end of an epoch is in it)
     brain, length_s = recorded.brain, events[-1].at - events[0].at
     return Run(length_s, brain.shards.samples_done, recorded.model(name), work, brain.job.spec)
 

@@ -21,7 +21,7 @@ all four sizes in turn in every round; figures of a size begin with its name (``
 ``--steady``: the window begins when every worker has trained ``STEADY_EPOCHS`` of its share of the data and all mirrors
 are complete, and is ``STEADY_S`` seconds long, or two lags. Before that, each batch makes rows, and mirrors are being
 made: that is what the other figures have in them. Figures begin with ``steady_``; sides: ``none`` and ``STEADY_LAGS``;
-those of six ps by name (EVERSTEP_OVERHEAD_SIDES=two_parity_lag_2s,two_parity_lag_4s).
+those of six ps, and with a core for the ps, by name (EVERSTEP_OVERHEAD_SIDES=two_parity_lag_2s,two_parity_lag_4s).
 
 EVERSTEP_OVERHEAD_ROUNDS (3), EVERSTEP_OVERHEAD_SIZES ("16x2048": dim x batch, one or more; figures of others than this
 one begin with their names), EVERSTEP_OVERHEAD_SIDES (all; else these, the first one of each group, ``none``,
@@ -85,6 +85,7 @@ AIMS = {
     "two_parity_lag_2s_of_none": 0.97,
     **{f"steady_parity_lag_{lag:g}s_of_none": 0.98 for lag in STEADY_LAGS},
     **{f"steady_two_parity_lag_{lag:g}s_of_none": 0.97 for lag in TWO_LAGS},
+    **{f"steady_spare_parity_lag_{lag:g}s_of_none": 0.99 for lag in TWO_LAGS},
 }
 
 CPR = ROOT / "benchmarks" / "twins" / "cpr_flights.py"
@@ -102,10 +103,13 @@ SIDES: dict[str, tuple[list[str], str]] = {
     "checkpoint_incremental": (["--checkpoint-every", f"{EVERY_S}s"], "checkpoint_full_every: 1000\n"),
     "spare_none": (["--workers", "1"], "threads_per_worker: 1\n"),
     "spare_parity_acked": (["--workers", "1", "--parity", "4+1"], "threads_per_worker: 1\n"),
-    "spare_parity_lag_2s": (
-        ["--workers", "1", "--parity", "4+1", "--protect", "lag", "--protect-lag", "2s"],
-        "threads_per_worker: 1\n",
-    ),
+    **{
+        f"spare_parity_lag_{lag:g}s": (
+            ["--workers", "1", "--parity", "4+1", "--protect", "lag", "--protect-lag", f"{lag:g}s"],
+            "threads_per_worker: 1\n",
+        )
+        for lag in TWO_LAGS
+    },
     "two_none": (["--ps", "6"], ""),
     "two_parity_acked": (["--ps", "6", "--parity", "4+2"], ""),
     **{

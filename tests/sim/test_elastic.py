@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from everstep.brain.events import Event, StepsCommitted
 from everstep.config.spec import JobSpec
 from everstep.errors import ConfigError
 from everstep.ids import NodeId
@@ -289,3 +290,33 @@ def test_a_meter_keeps_few_spans() -> None:
     bins = meter.bins()
     assert 50 < len(bins) <= 200
     assert all(b.could == pytest.approx(2000.0) for b in bins[:-1])
+
+
+def test_workers_that_start_at_a_time_need_as_long_as_those_of_the_run() -> None:
+    measured = MeasuredJob(forks=[(3, 6.0), (1, 4.0)])
+    assert [measured.start_s(n) for n in (0, 1, 2, 3, 9)] == [4.0, 4.0, 4.0, 6.0, 6.0]
+    told = measured.with_figures({"fork_s": Figure(1.0, "told")})
+    assert MeasuredJob().start_s(7) == MeasuredJob().fork_s and told.start_s(3) == 1.0
+    lives = tuple(MachineLife(begin, None) for begin in (20.0, 20.0, 20.0, 100.0))
+    work = Work(2_000_000, 1, 20_000)
+    job = job_on(Trace(lives, 5000.0, 4), spec_of("plain"), work, model=measured, keep_events=True)
+    assert job.run(1e6).ended
+    recorded = RecordedJob()
+    for event in job.events or ():
+        recorded.take(event)
+    ((together, took_s),) = recorded.model("here").forks
+    assert together == 3 and took_s == pytest.approx(6.0, rel=0.2)
+
+
+def test_steps_that_several_members_tell_of_count_once() -> None:
+    """Each member that leaves a group tells of its last steps once more, and the brain takes that."""
+    trace = by_chance(4, 20_000.0, between_s=1200.0, back_s=100.0, seed=8)
+    job = job_on(trace, spec_of("allreduce"), Work(5_000_000, 4, 20_000), keep_events=True)
+    job.run(1e6)
+    once, again = RecordedJob(), RecordedJob()
+    for event in job.events or ():
+        once.take(event)
+        again.take(event)
+        if isinstance(event.fact, StepsCommitted):
+            again.take(Event(event.at + 0.2, event.fact, event.sender))
+    assert again.model("here").rates == once.model("here").rates

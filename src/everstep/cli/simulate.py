@@ -240,7 +240,7 @@ def simulate_job(request: Request, say: Callable[[str], None] = lambda line: Non
             spec = msgspec.structs.replace(spec, hardware=offer.hardware, zone=offer.zone)
         name = request.spot_policy or spec.spot_policy
         if (policy := _load_spot_policy(name)) is not None:
-            spec, about = _planned(policy, name, spec, setting.model, shown[0])
+            spec, about = planned(policy, name, spec, setting.model, shown[0])
         lead_s = seconds(spec.capacity_lead)
         say(setting.name)
         found = [
@@ -268,7 +268,7 @@ def _load_spot_policy(name: str) -> SpotPolicy | None:
     return found
 
 
-def _planned(policy: SpotPolicy, name: str, spec: JobSpec, model: MeasuredJob, story: Story) -> tuple[JobSpec, str]:
+def planned(policy: SpotPolicy, name: str, spec: JobSpec, model: MeasuredJob, story: Story) -> tuple[JobSpec, str]:
     """Return the job as its spot policy wants it, and what that was, in words. It has seen the whole first story."""
     trace = story.trace
     spans = [(life.begin_s, life.end_s) for life in trace.lives]

@@ -1,6 +1,7 @@
 """Plays what others do about the same machines that come and go: simple rules, each with its best settings.
 
-All train as fast as everstep would on the same machines, write checkpoints as cheaply, and hear of a loss as early.
+All train as fast as everstep would on the same machines, whose starts differ as much, write checkpoints as cheaply, and
+hear of a loss as early.
 
 - *restart*: a loss ends every process; the job begins again from its newest checkpoint, with the machines that are
   there. Newcomers enter with the next restart, or at a checkpoint, whatever is better.
@@ -18,13 +19,14 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 from everstep.monitor.node_costs import MachineSpan
 from everstep.policies.advise import young_interval
 from everstep.sim.elastic.job_model import JobModel
-from everstep.sim.elastic.outcome import Outcome, WorkMeter
+from everstep.sim.elastic.outcome import JITTER, Outcome, WorkMeter
 
 SWEEP_S: Final = (5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0, 1280.0, 2560.0, 5120.0, 10240.0)
 
@@ -34,6 +36,11 @@ GNMT, 20 s for BERT and GPT-2 (``local_rendezvous_timeout_delta`` of its simulat
 after the step, where twice the lost are more than 5 % of the machines; github.com/uclasystem/bamboo, NSDI '23)."""
 
 _CARRIED: Final = 0.05  # twice the lost may be so many of the machines until all meet anew
+
+
+def _jitter(machine: int) -> float:
+    """Return by how much longer than the model says this machine takes to start, as those of a virtual job do."""
+    return 1 - JITTER + 2 * JITTER * random.Random(machine).random()
 
 
 class Rule(NamedTuple):
@@ -85,7 +92,11 @@ class _Ruled:
         self._rule, self._machines, self._home, self._model = rule, machines, home, model
         self._samples, self._limit_s = samples, limit_s
         starts_s = model.agent_s + model.fork_s + (model.copy_s if rule.redundant else 0.0)
-        changes = [_MachineChange(m.begin + starts_s, True, n) for n, m in enumerate(machines)]
+        comes = [m.begin + starts_s * _jitter(n) for n, m in enumerate(machines)]
+        if rule.redundant:
+            step_s = model.batch_samples / model.rate(1)
+            comes = [math.ceil(at / step_s) * step_s for at in comes]  # (members enter between two steps)
+        changes = [_MachineChange(at, True, n) for n, at in enumerate(comes)]
         changes += [_MachineChange(m.end, False, n) for n, m in enumerate(machines) if m.end >= 0]
         self._changes = sorted(c for c in changes if c.at < limit_s)
         self._next = 0

@@ -175,7 +175,14 @@ class GroupWorkers:
         run = Run(generation, members, job.kernel.now + pause_s, samples / rate if rate > 0 else 0.0, samples)
         self._run = run
         job.meter.trains(job.kernel.now, rate)
+        if run.step_s > 0:
+            job.kernel.at(run.begun + run.step_s + 1e-6, self._first_step, run)
         self._arm(run)
+
+    def _first_step(self, run: Run) -> None:
+        """Tell the first step at once: the journal says then how long the group needed to meet."""
+        if self._run is run and run.end is None:
+            self.before()
 
     def _arm(self, run: Run) -> None:
         """Have the end of the data come up."""
@@ -214,9 +221,13 @@ class GroupWorkers:
             self._copying.clear()
         job.kernel.after(delay_s, self._meet, group, whole)
 
-    def _meet(self, group: Group, planned: bool) -> None:
-        job = self._job
+    def _meet(self, group: Group, planned: bool, in_step: bool = True) -> None:
+        job, run = self._job, self._run
         if self._newest is not group:
+            return
+        if planned and in_step and run is not None and run.end is None and job.kernel.now > run.begun:
+            left_s = run.begun + (self._done_steps(run) + 1) * run.step_s - job.kernel.now
+            job.kernel.after(max(0.0, left_s), self._meet, group, planned, False)  # (the step in hand ends first)
             return
         members = []
         for m in group.members:

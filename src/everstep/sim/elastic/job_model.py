@@ -7,7 +7,7 @@ told by a flag, or measured in a recorded run (``recorded_job``).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple, Protocol
 
 from everstep.errors import ConfigError, UserError
@@ -34,6 +34,15 @@ class JobModel(Protocol):
     @property
     def fork_s(self) -> float:
         """Return the seconds from the order to start a worker to its first request for work."""
+        ...
+
+    @property
+    def forks(self) -> Sequence[tuple[int, float]]:
+        """Return the same where so many start at a time, which is longer if they share cores. Empty: not known."""
+        ...
+
+    def start_s(self, together: int) -> float:
+        """Return the seconds that a worker needs to start if so many start at this time."""
         ...
 
     @property
@@ -122,12 +131,18 @@ _ABOVE_ZERO: Final = frozenset({"samples_per_s", "batch_s", "copy_bytes_per_s", 
 class MeasuredJob:
     """Is a job known by numbers. ``figures``: by name; what is missing is assumed. ``rates``: samples per second of so
     many workers together, where that was measured: between two of them it is interpolated, and beyond the last one
-    each worker adds as much as there on average."""
+    each worker adds as much as there on average. ``forks``: seconds that a worker needs to start where so many start at
+    a time."""
 
-    def __init__(self, figures: Mapping[str, Figure] | None = None, rates: Iterable[tuple[int, float]] = ()) -> None:
+    def __init__(
+        self,
+        figures: Mapping[str, Figure] | None = None,
+        rates: Iterable[tuple[int, float]] = (),
+        forks: Iterable[tuple[int, float]] = (),
+    ) -> None:
         self.figures = {name: Figure(value, ASSUMED) for name, (value, _) in _DEFAULTS.items()}
         self.figures.update(figures or {})
-        self.rates = sorted(rates)
+        self.rates, self.forks = sorted(rates), sorted(forks)
 
     def __repr__(self) -> str:
         return f"<job of {self.figures['samples_per_s'].value:g} samples/s a worker>"
@@ -136,8 +151,9 @@ class MeasuredJob:
         return self.figures[name].value
 
     def with_figures(self, more: Mapping[str, Figure]) -> MeasuredJob:
-        """Return the same job with other numbers. A speed that is told replaces what was measured."""
-        return MeasuredJob({**self.figures, **more}, () if "samples_per_s" in more else self.rates)
+        """Return the same job with other numbers. What is told replaces what was measured."""
+        rates = () if "samples_per_s" in more else self.rates
+        return MeasuredJob({**self.figures, **more}, rates, () if "fork_s" in more else self.forks)
 
     def rate(self, workers: int) -> float:
         if not self.rates or workers <= 0:
@@ -163,6 +179,11 @@ class MeasuredJob:
     @property
     def fork_s(self) -> float:
         return self._of("fork_s")
+
+    def start_s(self, together: int) -> float:
+        """Return the time of the most that were seen to start at a time, up to ``together``."""
+        known = [took for count, took in self.forks if count <= together]
+        return known[-1] if known else self.forks[0][1] if self.forks else self.fork_s
 
     @property
     def meet_s(self) -> float:

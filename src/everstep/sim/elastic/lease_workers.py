@@ -1,4 +1,7 @@
-"""The workers of a virtual job in mode ps: each has a shard, and works on it at its own pace.
+"""The workers of a virtual job in mode ps: each works on a shard at its own pace, and has some more in hand.
+
+As in a real job, a worker asks for the next one while it has ``AHEAD_S`` of work left. Where shards are small, these
+are several, and at the end of an epoch those without any wait for those that have them.
 
 Work is measured on one clock that stands for all workers: seconds of undisturbed training. It runs slower while a ps
 rebuilds partitions or writes a checkpoint, so that the end of every shard in hand moves with one change.
@@ -8,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections import deque
 from typing import TYPE_CHECKING
 
 from everstep.brain.events import (
@@ -33,6 +37,7 @@ from everstep.sim.elastic.job_model import speed_left
 if TYPE_CHECKING:
     from everstep.sim.elastic.virtual_job import VirtualJob, VirtualProcess
 
+AHEAD_S, AHEAD_BATCHES = 1.0, 2  # what ``api.ps_loop`` asks for, at least
 AGAIN_S = 0.2
 LATE_S = 60.0  # after so long whoever waits for a shard asks again, whatever happens
 
@@ -56,6 +61,7 @@ class LeaseWorkers:
         self._queue: list[tuple[float, int, VirtualProcess, InHand]] = []  # by the end on the clock of work
         self._applied: dict[ShardKey, int] = {}
         self._waiting: list[VirtualProcess] = []
+        self._next: dict[VirtualProcess, deque[Lease]] = {}  # what workers have besides, which they have not begun
         self._working = 0
         self._costs = speed_left(job.model.protecting, parse_code(job.spec.parity).m)
         self._slow = 1.0
@@ -67,6 +73,7 @@ class LeaseWorkers:
         self._late = False
         self._batch = job.model.batch_samples
         self._rate = job.model.rate(1)
+        self._ahead = max(AHEAD_BATCHES * self._batch, round(AHEAD_S * self._rate))  # samples
 
     def before(self) -> None:
         pass
@@ -175,6 +182,19 @@ class LeaseWorkers:
         self._count(1)
         if self._queue[0][3] is hand:
             self._arm()
+        self._look_ahead(worker, samples)
+
+    def _look_ahead(self, worker: VirtualProcess, samples: int) -> None:
+        """Get a worker more while it has little; ``samples``: of the shard that it begins."""
+        job, leases = self._job, self._next.setdefault(worker, deque())
+        left = samples + sum(lease.stop - lease.start for lease in leases)
+        while left <= self._ahead and not job.kernel.stopped:
+            me = by_worker(worker.slot, worker.incarnation)
+            answer = job.tell(ShardAsked(0, job.work.epochs, next(self._asks)), me)
+            if not isinstance(answer, Granted):
+                return
+            leases.append(answer.lease)
+            left += answer.lease.stop - answer.lease.start
 
     def _done(self, worker: VirtualProcess, hand: InHand) -> None:
         worker.held = None
@@ -184,7 +204,11 @@ class LeaseWorkers:
         route = placement.route if placement is not None else 0
         me = by_worker(worker.slot, worker.incarnation)
         self._job.tell(ShardDone(hand.lease.shard, hand.lease.no, acks, (), route), me)
-        self._ask(worker)
+        leases = self._next.get(worker)
+        if leases and worker.alive and not worker.leaving and worker.held is None:
+            self._begin(worker, leases.popleft())
+        else:
+            self._ask(worker)
 
     def _wait(self, worker: VirtualProcess) -> None:
         """Keep a worker waiting. Real ones ask again and again; here they do when something has changed."""
@@ -214,6 +238,7 @@ class LeaseWorkers:
     def gone(self, worker: VirtualProcess) -> None:
         hand = worker.held
         worker.held = None
+        self._next.pop(worker, None)
         if isinstance(hand, InHand):
             self._keep(hand)
             self._count(-1)
@@ -236,12 +261,14 @@ class LeaseWorkers:
     def _leaves(self, worker: VirtualProcess) -> None:
         if not worker.alive:
             return
-        hand = worker.held
+        hand, returned = worker.held, list(self._next.pop(worker, ()))
         if isinstance(hand, InHand):
             worker.held = None
             self._keep(hand)
             self._count(-1)
-            me = by_worker(worker.slot, worker.incarnation)
-            self._job.tell(ShardReturned(hand.lease.shard, hand.lease.no, "its node is to be emptied"), me)
+            returned.insert(0, hand.lease)
             self._arm()
+        me = by_worker(worker.slot, worker.incarnation)
+        for lease in returned:
+            self._job.tell(ShardReturned(lease.shard, lease.no, "its node is to be emptied"), me)
         self._job.exit(worker, 0)

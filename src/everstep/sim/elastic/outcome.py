@@ -11,6 +11,8 @@ from everstep.sim.elastic.job_model import JobModel
 
 BIN_S: Final = 60.0
 BINS_MAX: Final = 200
+JITTER: Final = 0.2
+"""Share by which times of processes differ."""
 
 
 class Bin(msgspec.Struct):

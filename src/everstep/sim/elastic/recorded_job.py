@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from everstep.brain.brain import Brain
 from everstep.brain.events import (
@@ -21,6 +22,7 @@ from everstep.brain.events import (
     NodeJoined,
     Ok,
     OrderSnapshots,
+    ProcessExited,
     PublishGroup,
     Reply,
     ShardAsked,
@@ -32,6 +34,7 @@ from everstep.config.parity import parse_code
 from everstep.errors import ConfigError
 from everstep.ids import Incarnation, LeaseNo, NodeId, Slot
 from everstep.model.capacity import CapacityStep
+from everstep.model.group import Committed
 from everstep.model.member import Role
 from everstep.monitor.node_costs import merged
 from everstep.policies.placement_builder import How
@@ -42,7 +45,18 @@ from everstep.storage.journal import read_journal
 JOURNAL_FILE = "journal.sqlite"
 STEPS_LEAST = 40
 """Of groups of one size: fewer tell no speed."""
+STARTS_LEAST = 3
+"""Of workers, where so many started at a time: fewer tell no time."""
 Life = tuple[Slot, Incarnation]
+
+
+class _Start(NamedTuple):
+    """Is a worker that starts. ``together``: so many were starting at that time, with those whose machine had only been
+    granted."""
+
+    at: float
+    together: int
+    node: NodeId
 
 
 class RecordedJob:
@@ -50,8 +64,8 @@ class RecordedJob:
 
     def __init__(self) -> None:
         self.brain = Brain()
-        self._ordered: dict[Life, float] = {}
-        self._forks: list[float] = []
+        self._ordered: dict[Life, _Start] = {}
+        self._forks: list[tuple[float, int]] = []  # seconds, and of how many that started at a time
         self._granted: dict[NodeId, float] = {}
         self._agents: list[float] = []
         self._leases: dict[LeaseNo, tuple[Slot, float, int]] = {}
@@ -60,6 +74,7 @@ class RecordedJob:
         self._lost: dict[int, float] = {}  # generation without a lost member -> when it was published
         self._sizes: dict[int, int] = {}
         self._reported: dict[int, list[tuple[float, int, int]]] = {}  # generation -> (when, steps, samples)
+        self._told: dict[int, int] = {}  # generation -> the last step that was told of
         self._batch = 0
         self._asked: dict[Life, float] = {}
         self._copies: list[float] = []
@@ -97,11 +112,14 @@ class RecordedJob:
                 self._copies.append(at - self._asked.pop(life))
             case StepsCommitted() if _taken(out):
                 for c in fact.steps:
-                    reported = self._reported.setdefault(c.generation, [])
-                    before = reported.pop() if reported and reported[-1][0] == at else (at, 0, 0)
-                    reported.append((at, before[1] + c.last + 1 - c.first, before[2] + c.hi - c.lo))
+                    self._committed(c, at)
             case CapacityChanged(step=CapacityStep.GRANTED):
                 self._granted[fact.node] = at
+            case CapacityChanged(step=CapacityStep.TAKEN_BACK | CapacityStep.GIVEN_BACK):
+                self._granted.pop(fact.node, None)
+                self._ordered = {of: start for of, start in self._ordered.items() if start.node != fact.node}
+            case ProcessExited(role=Role.WORKER):
+                self._ordered.pop((fact.slot, fact.incarnation), None)
             case NodeJoined() if fact.node in self._granted:
                 self._agents.append(at - self._granted.pop(fact.node))
             case CheckpointCommitted() if not fact.error and fact.checkpoint in self._ordered_at:
@@ -121,14 +139,28 @@ class RecordedJob:
             self._rebuilds.append((at - self._rebuild, self._rebuilding / self.brain.job.spec.partitions))
             self._rebuilding = 0
 
+    def _committed(self, c: Committed, at: float) -> None:
+        """Count steps that nobody told of before: each member that leaves a group tells of its last ones once more."""
+        known = self._told.get(c.generation, -1)
+        new = c.last - max(c.first - 1, known)
+        if new <= 0:
+            return
+        self._told[c.generation] = c.last
+        samples = (c.hi - c.lo) * new // (c.last + 1 - c.first)
+        reported = self._reported.setdefault(c.generation, [])
+        before = reported.pop() if reported and reported[-1][0] == at else (at, 0, 0)
+        reported.append((at, before[1] + new, before[2] + samples))
+
     def _begins(self, life: Life, at: float) -> None:
         if life in self._ordered:
-            self._forks.append(at - self._ordered.pop(life))
+            start = self._ordered.pop(life)
+            self._forks.append((at - start.at, start.together))
 
     def _look(self, one: InstructionType, at: float) -> None:
         match one:
             case StartProcess(role=Role.WORKER):
-                self._ordered[one.slot, one.incarnation] = at + one.after_s
+                together = len(self._granted) + len(self._ordered) + 1
+                self._ordered[one.slot, one.incarnation] = _Start(at + one.after_s, together, one.node)
             case PublishGroup(group=group):
                 self._sizes[group.generation] = group.size
                 if group.lost and group.lineage < group.generation and not group.hold:
@@ -150,7 +182,7 @@ class RecordedJob:
                 figures[figure] = Figure(max(0.0, statistics.median(values)), f"{source}, median of {len(values)}")
 
         put("agent_s", self._agents)
-        put("fork_s", self._forks)
+        put("fork_s", [took for took, _ in self._forks])
         rates = self._rates()
         spans = [span for found in self._spans.values() for span in merged(found)]
         worked = sum(b - a for a, b in spans)
@@ -168,7 +200,7 @@ class RecordedJob:
             figures["batch_s"] = Figure(self._batch / figures["samples_per_s"].value, source)
         put("meet_s", self._meets(rates))
         self._bytes(figures, source)
-        return MeasuredJob(figures, rates)
+        return MeasuredJob(figures, rates, self._starts())
 
     def _bytes(self, figures: dict[str, Figure], source: str) -> None:
         full = [size for _, size, whole in self._checkpoints if whole and size]
@@ -187,6 +219,13 @@ class RecordedJob:
         if self._rebuilds:
             speeds = [share * state.value / max(1e-3, took) for took, share in self._rebuilds]
             figures["rebuild_bytes_per_s"] = Figure(statistics.median(speeds), source)
+
+    def _starts(self) -> list[tuple[int, float]]:
+        """Return what a worker needed to start, by how many started at a time. Seldom ones tell nothing."""
+        found: dict[int, list[float]] = {}
+        for took, together in self._forks:
+            found.setdefault(together, []).append(took)
+        return [(n, statistics.median(times)) for n, times in found.items() if len(times) >= STARTS_LEAST]
 
     def _rates(self) -> list[tuple[int, float]]:
         """Return samples per second of groups by size: from a generation's first word of steps to its last one."""

@@ -70,14 +70,13 @@ from everstep.platforms.fleet import (
 from everstep.platforms.traces import TraceMarket
 from everstep.policies.node_selection import HOME_NODE
 from everstep.sim.elastic.job_model import JobModel
-from everstep.sim.elastic.outcome import Outcome, WorkMeter
+from everstep.sim.elastic.outcome import JITTER, Outcome, WorkMeter
 from everstep.sim.elastic.virtual_ps import VirtualPs
 from everstep.sim.kernel import Handler, Kernel
 
 STARTED_AT = 1.0e9
 """Seconds since 1970 at which a virtual job begins."""
 SPARE_S = 3.0  # of a notice, which agents keep in hand
-JITTER = 0.2  # share by which times of processes differ
 SOON_S = 0.05
 NOTES_MAX = 400
 
@@ -389,7 +388,15 @@ class VirtualJob:
         if order.role is Role.PS:
             self.after(order.after_s + self.model.fork_s, self._ps_hello, process)
         else:
-            self.after(order.after_s + self.model.fork_s, self._worker_hello, process)
+            self.after(order.after_s + self.model.start_s(self._starting()), self._worker_hello, process)
+
+    def _starting(self) -> int:
+        """Return how many workers start at this time, with those whose machine has only been granted."""
+        if not self.model.forks:
+            return 1
+        nodes = [node for node in self.nodes.values() if node.alive]
+        workers = (p for node in nodes for p in node.processes.values() if p.role is Role.WORKER)
+        return sum(not node.joined for node in nodes) + sum(p.alive and not p.ready for p in workers)
 
     def _ps_hello(self, ps: VirtualProcess) -> None:
         if not ps.alive:
