@@ -1,9 +1,8 @@
 """Measures goodput on recorded clouds, in virtual time: everstep beside what others would do with the same machines.
 
-Production brain and policies (``everstep simulate --spot-policy hazard``, which sets the interval between checkpoints),
-mode allreduce, one worker that stays and one on each machine, 1 GB of state, an agent in 3 s, a fork in 0.5 s, a group
-rebuilt in 0.2 s. Others train as fast, write checkpoints as cheaply, and have the best of twelve intervals between
-them; ``restart_s`` is how long they take from a loss until all
+Production brain and policies (``everstep simulate``), mode allreduce, one worker that stays and one on each machine,
+1 GB of state, an agent in 3 s, a fork in 0.5 s, a group rebuilt in 0.2 s. Others train as fast, write checkpoints as
+cheaply, and have the best of twelve intervals between them; ``restart_s`` is how long they take from a loss until all
 train again, reading 1 GB not counted. Parcae's repository sweeps 17 to 300 s for that.
 
 ``of_restart_least``, ``of_varuna_like_least``, ``of_bamboo_like_least``: everstep's goodput over theirs; the least of
@@ -22,12 +21,10 @@ Its figures are for models that are cut into stages, ours for a whole copy of 1 
 from __future__ import annotations
 
 from benchmarks._measure import ROOT, Result, each_round, median, say, spread
-from everstep.cli.simulate import planned
 from everstep.config.spec import JobSpec
 from everstep.model.capacity import Market, Offer
 from everstep.platforms.trace_capacity import read_trace
 from everstep.platforms.trace_variants import between, by_chance
-from everstep.policies.spot import by_hazard
 from everstep.sim.elastic.forecast import Story, others, stories, virtual, work_of
 from everstep.sim.elastic.job_model import Figure, MeasuredJob
 
@@ -55,7 +52,7 @@ def _one(story: Story, hours: float, restart_s: float) -> dict[str, float]:
     lives = ((life.begin_s, story.trace.length_s if life.end_s is None else life.end_s) for life in story.trace.lives)
     alive = 1 + sum(end - begin for begin, end in lives) / max(1.0, story.trace.length_s)
     work = work_of(int(hours * 3600 * model.rate(1) * alive), 1, model.batch_samples)
-    ours = virtual(planned(by_hazard, "hazard", SPEC, model, story)[0], work, model, story, 0.0, LIMIT_S)
+    ours = virtual(SPEC, work, model, story, 0.0, LIMIT_S)
     theirs = others(SPEC, work, model, story, LIMIT_S, restart_s)
     return {"everstep": ours.goodput, **{name: ruled.outcome.goodput for name, ruled in theirs.items()}}
 
@@ -66,8 +63,7 @@ def _parcae(hours: tuple[float, float]) -> dict[str, float]:
     trace = between(read_trace(SPOT / TRACES["bamboo_p3"][0]), begin_s, end_s)
     story, length_s = Story(trace, OFFER, trace.most), end_s - begin_s
     work = work_of(int(2 * length_s * PARCAE_MODEL.rate(1 + trace.most)), 1, PARCAE_MODEL.batch_samples)
-    spec, _ = planned(by_hazard, "hazard", SPEC, PARCAE_MODEL, story)
-    found = {"everstep": virtual(spec, work, PARCAE_MODEL, story, 0.0, length_s).goodput}
+    found = {"everstep": virtual(SPEC, work, PARCAE_MODEL, story, 0.0, length_s).goodput}
     for restart_s in RESTARTS_S:
         for who, ruled in others(SPEC, work, PARCAE_MODEL, story, length_s, restart_s).items():
             if who != "restart_young":

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from msgspec import structs
 
 from everstep.brain.brain import Brain
 from everstep.brain.events import (
@@ -27,6 +29,7 @@ from everstep.model.capacity import CapacityStep, Market
 from everstep.model.decision import Decision
 from everstep.model.spot_choice import ReclaimsSeen
 from everstep.monitor.reclaims import MOMENT_S, ReclaimCounter
+from everstep.policies.node_selection import HOME_NODE
 from everstep.policies.spot import SpotPlan, by_hazard, hazard_of
 
 HOUR_S = 3600.0
@@ -94,10 +97,13 @@ def test_a_clock_that_goes_back_adds_nothing() -> None:
 class Job:
     """A brain with a controller, whose calls are made at once, unless ``hangs``."""
 
-    def __init__(self, policy: str = "hazard", hangs: bool = False, folder: Path = Path()) -> None:
+    def __init__(
+        self, policy: str = "hazard", hangs: bool = False, folder: Path = Path(), market: Any = "on_demand"
+    ) -> None:
         self.brain, self.at, self.notes = Brain(), 1000.0, list[Decision]()
         script = str(folder / "train.py")
         self.spec = JobSpec(workers=1, spot_policy=policy, checkpoint_every="10m", capacity="trace:x", script=script)
+        self.spec = structs.replace(self.spec, market=market)
         self.hangs, self.calls = hangs, 0
         self.hanging: list[Callable[[], None]] = []
         self.tell(MasterStarted(Incarnation(1), self.spec))
@@ -281,3 +287,15 @@ def test_a_module_that_is_not_there_is_named_before_the_start(tmp_path: Path) ->
     write(tmp_path, "def mine(seen): ...\n")
     with pytest.raises(ConfigError, match=r"has no 'mein'; did you mean 'mine'"):
         check_policy_module("spotty:mein", tmp_path, "spot_policy")
+
+
+@pytest.mark.parametrize("market", ["on_demand", "spot"])
+def test_whether_a_machine_that_stays_has_all_state(market: str) -> None:
+    """The ps are on the first machine, which stays unless the job says that it may go, too."""
+    job = Job(market=market)
+    job.tell(NodeJoined(HOME_NODE, "", 2, 2))
+    assert [s.member.node for s in job.brain.members.servers.values() if s.running] == [HOME_NODE]
+    for name in "ab":
+        job.tell(machine(name, CapacityStep.GRANTED))
+    seen = job.controller._seen(job.at)
+    assert seen is not None and seen.saves_itself and seen.stays is (market == "on_demand")

@@ -14,6 +14,7 @@ from everstep.platforms.trace_capacity import read_trace
 from everstep.platforms.traces import Trace
 from everstep.policies.spot import (
     PRIOR_S,
+    STAYS_S,
     Hazard,
     KnownOffer,
     SpotSeen,
@@ -96,6 +97,16 @@ def test_the_parity_that_the_hazard_calls_for() -> None:
     assert by_hazard(rough).safe_ps == 6 - int(by_hazard(rough).parity.partition("+")[2])
     alone = rough._replace(ps=0, saves_itself=True)
     assert by_hazard(alone).interval_s > by_hazard(rough._replace(ps=0)).interval_s
+
+
+def test_reclaims_take_nothing_that_a_machine_that_stays_has() -> None:
+    """A checkpoint is written for the day on which that machine fails, however often the others go."""
+    rough = SpotSeen(Hazard(1e5, 600, together=0.9, most=3), 8.0, write_s=3.0, saves_itself=True)
+    safe = rough._replace(stays=True)
+    assert by_hazard(safe).interval_s > 5 * by_hazard(rough).interval_s
+    assert by_hazard(safe).interval_s == by_hazard(safe._replace(hazard=Hazard(1e9, 10))).interval_s
+    assert by_hazard(safe).interval_s == pytest.approx(math.sqrt(2 * 3.0 * safe.stall * STAYS_S), rel=0.01)
+    assert "a machine that stays has all state" in by_hazard(safe).why
 
 
 def test_ps_that_belong_on_machines_that_stay() -> None:

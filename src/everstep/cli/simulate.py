@@ -240,7 +240,7 @@ def simulate_job(request: Request, say: Callable[[str], None] = lambda line: Non
             spec = msgspec.structs.replace(spec, hardware=offer.hardware, zone=offer.zone)
         name = request.spot_policy or spec.spot_policy
         if (policy := _load_spot_policy(name)) is not None:
-            spec, about = planned(policy, name, spec, setting.model, shown[0])
+            spec, about = _planned(policy, name, spec, setting.model, shown[0])
         lead_s = seconds(spec.capacity_lead)
         say(setting.name)
         found = [
@@ -268,11 +268,12 @@ def _load_spot_policy(name: str) -> SpotPolicy | None:
     return found
 
 
-def planned(policy: SpotPolicy, name: str, spec: JobSpec, model: MeasuredJob, story: Story) -> tuple[JobSpec, str]:
+def _planned(policy: SpotPolicy, name: str, spec: JobSpec, model: MeasuredJob, story: Story) -> tuple[JobSpec, str]:
     """Return the job as its spot policy wants it, and what that was, in words. It has seen the whole first story."""
     trace = story.trace
     spans = [(life.begin_s, life.end_s) for life in trace.lives]
     hazard = seen_hazard(spans, max(trace.length_s, 1.0))
+    home_stays = Market(spec.market) is Market.ON_DEMAND and bool(spec.workers or not spec.grouped)
     seen = SpotSeen(
         hazard=hazard,
         machines=spec.workers + hazard.held_s / max(trace.length_s, 1.0),
@@ -283,6 +284,7 @@ def planned(policy: SpotPolicy, name: str, spec: JobSpec, model: MeasuredJob, st
         restart_s=model.agent_s + model.fork_s,
         protecting=model.protecting,
         saves_itself=spec.grouped or not spec.capacity_ps,
+        stays=home_stays and not (spec.ps and spec.capacity_ps),
     )
     try:
         plan = policy(seen)

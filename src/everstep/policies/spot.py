@@ -21,6 +21,8 @@ from everstep.policies.advise import Case, options, young_interval
 PRIOR_S: Final = 6 * 3600.0
 """A machine of which nothing was seen yet is taken to go after so long on average."""
 INTERVAL_MAX_S: Final = 6 * 3600.0
+STAYS_S: Final = 30 * 86_400.0
+"""A machine that stays is taken to fail after so long on average."""
 SPARE: Final = 1.1
 """Work is taken to need so much more time than the formula says."""
 
@@ -66,7 +68,8 @@ class SpotSeen(NamedTuple):
     """Is what a spot policy goes by. ``machines``: that the job has, on average. ``write_s``: for which a full
     checkpoint is written; ``stall``: the share of it that training loses. ``restart_s``: from a loss until training
     goes on. ``protecting``: the share of the speed that one parity partition of a stripe costs. ``ps``: that may stand
-    on these machines. ``saves_itself``: no state is lost with one of them, so that a loss costs no more than a step."""
+    on these machines. ``saves_itself``: no state is lost with one of them, so that a loss costs no more than a step;
+    ``stays``: nor with all of them, because a machine that stays has it."""
 
     hazard: Hazard
     machines: float
@@ -77,6 +80,7 @@ class SpotSeen(NamedTuple):
     restart_s: float = 10.0
     protecting: float = 0.07
     saves_itself: bool = False
+    stays: bool = False
 
 
 class SpotPlan(NamedTuple):
@@ -103,9 +107,10 @@ def by_hazard(seen: SpotSeen) -> SpotPlan:
         beyond = max(1e-3, seen.hazard.together ** max(1.0, seen.machines))  # all of them at one moment
     elif parity not in ("", "0"):
         beyond = max(1e-3, seen.hazard.together ** int(parity.partition("+")[2]))
-    interval_s = checkpoint_interval_s(seen.write_s, seen.stall, losses_s / beyond)
+    interval_s = checkpoint_interval_s(seen.write_s, seen.stall, STAYS_S if seen.stays else losses_s / beyond)
     groups = f"{100 * seen.hazard.together:.0f} % in groups"
     words = f"one of {seen.machines:.1f} machines goes every {losses_s:.0f} s, {groups}"
+    words += "; a machine that stays has all state" if seen.stays else ""
     return SpotPlan(interval_s, parity, safe_ps(seen.ps, parity, seen.hazard.most), words)
 
 
