@@ -29,7 +29,7 @@ medians, a parity loss of less than 0.1 s counting as 0.1 s. ``expected_over_par
 checkpoint interval of T seconds: half of T is trained again, the rest of the restore takes as long as measured.
 What protection costs while nothing is lost is not in here: see ``parity_overhead``.
 EVERSTEP_RECOVERY_INTERVAL_S (30), EVERSTEP_RECOVERY_ROUNDS (3), EVERSTEP_RECOVERY_SIDES (all; what needs another side
-is left out then).
+is left out then), EVERSTEP_RECOVERY_SHARE (``rebuild_share`` of all sides but *unpaced*).
 """
 
 from __future__ import annotations
@@ -96,8 +96,13 @@ def contents(job: Job) -> tuple[int, float]:
     return status.protection.contents_bytes, status.protection.contents_busy_s
 
 
+def share_of_time() -> float:
+    """Return the share of its time that a ps may rebuild."""
+    return float(os.environ.get("EVERSTEP_RECOVERY_SHARE", JobSpec().rebuild_share))
+
+
 def parity(home: Path, interval_s: float) -> dict[str, float]:
-    return killed(home, JobSpec().rebuild_share)
+    return killed(home, share_of_time())
 
 
 def unpaced(home: Path, interval_s: float) -> dict[str, float]:
@@ -119,7 +124,7 @@ def emulated(home: Path, name: str, keys: int, warm_s: float) -> dict[str, float
     script = [str(DEVICE), "--mode", "ps", "--home", str(home), "--members", "2", "--rows", str(samples)]
     script += ["--batch", str(DEVICE_BATCH), "--sample-s", str(STEP_S / DEVICE_BATCH), "--fields", str(FIELDS)]
     script += ["--keys", str(keys), "--dim", str(DIM), "--pattern", json.dumps({"kind": "constant", "s": 1.0})]
-    found = killed(home, JobSpec().rebuild_share, script, warm_s)
+    found = killed(home, share_of_time(), script, warm_s)
     return {f"{name}_{figure.removeprefix('parity_')}": value for figure, value in found.items()}
 
 
