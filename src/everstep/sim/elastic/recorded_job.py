@@ -74,7 +74,7 @@ class RecordedJob:
         self._lost: dict[int, float] = {}  # generation without a lost member -> when it was published
         self._sizes: dict[int, int] = {}
         self._reported: dict[int, list[tuple[float, int, int]]] = {}  # generation -> (when, steps, samples)
-        self._told: dict[int, int] = {}  # generation -> the last step that was told of
+        self._counted: dict[int, int] = {}  # generation -> the last step that counts
         self._batch = 0
         self._asked: dict[Life, float] = {}
         self._copies: list[float] = []
@@ -140,12 +140,12 @@ class RecordedJob:
             self._rebuilding = 0
 
     def _committed(self, c: Committed, at: float) -> None:
-        """Count steps that nobody told of before: each member that leaves a group tells of its last ones once more."""
-        known = self._told.get(c.generation, -1)
+        """Count steps that nobody reported before: each member that leaves a group tells of its last ones once more."""
+        known = self._counted.get(c.generation, -1)
         new = c.last - max(c.first - 1, known)
         if new <= 0:
             return
-        self._told[c.generation] = c.last
+        self._counted[c.generation] = c.last
         samples = (c.hi - c.lo) * new // (c.last + 1 - c.first)
         reported = self._reported.setdefault(c.generation, [])
         before = reported.pop() if reported and reported[-1][0] == at else (at, 0, 0)
