@@ -7,7 +7,7 @@ raises, returns something else, or takes longer than ``LIMIT_S`` is asked no mor
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from everstep.ids import NodeId
 from everstep.master.callables import load_callable
 from everstep.master.user_call import CallState, UserCall
 from everstep.model.capacity import Market
+from everstep.model.member import Member
 from everstep.model.spot_choice import ReclaimsSeen, SpotChoice
 from everstep.monitor.reclaims import ReclaimCounter
 from everstep.policies.node_selection import HOME_NODE
@@ -93,17 +94,17 @@ class SpotController:
             state_bytes=float(last.bytes_written) if last is not None and written else defaults.state_bytes,
             write_s=last.took_s if last is not None and written else defaults.write_s,
             saves_itself=self._spec.grouped or not spot,
-            stays=self._stays(held),
+            stays=self._stays(servers, held),
         )
 
-    def _stays(self, held: frozenset[NodeId]) -> bool:
+    def _stays(self, servers: Sequence[Member], held: frozenset[NodeId]) -> bool:
         """Return whether all state is on machines that are not taken back: the ps, and one worker of a group."""
-        members = self._brain.members
         if self._spec.market == Market.SPOT.value:
             held |= {HOME_NODE}
-        servers = [s.member for s in members.servers.values() if s.running]
-        workers = [w.member for w in members.workers.values() if w.running] if self._spec.grouped else servers
-        return any(w.node not in held for w in workers) and all(s.node not in held for s in servers)
+        holders = servers
+        if self._spec.grouped:
+            holders = [w.member for w in self._brain.members.workers.values() if w.running]
+        return any(h.node not in held for h in holders) and all(s.node not in held for s in servers)
 
     def _ask(self, seen: SpotSeen) -> SpotPlan | str:
         """On the policy's thread: any of it may be code of the user's. A text: what is wrong."""

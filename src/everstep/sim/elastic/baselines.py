@@ -26,7 +26,7 @@ from typing import Final, NamedTuple
 from everstep.monitor.node_costs import MachineSpan
 from everstep.policies.advise import young_interval
 from everstep.sim.elastic.job_model import JobModel
-from everstep.sim.elastic.outcome import JITTER, Outcome, WorkMeter
+from everstep.sim.elastic.outcome import Outcome, WorkMeter, uneven
 
 SWEEP_S: Final = (5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0, 1280.0, 2560.0, 5120.0, 10240.0)
 
@@ -36,11 +36,6 @@ GNMT, 20 s for BERT and GPT-2 (``local_rendezvous_timeout_delta`` of its simulat
 after the step, where twice the lost are more than 5 % of the machines; github.com/uclasystem/bamboo, NSDI '23)."""
 
 _CARRIED: Final = 0.05  # twice the lost may be so many of the machines until all meet anew
-
-
-def _jitter(machine: int) -> float:
-    """Return by how much longer than the model says this machine takes to start, as those of a virtual job do."""
-    return 1 - JITTER + 2 * JITTER * random.Random(machine).random()
 
 
 class Rule(NamedTuple):
@@ -92,7 +87,7 @@ class _Ruled:
         self._rule, self._machines, self._home, self._model = rule, machines, home, model
         self._samples, self._limit_s = samples, limit_s
         starts_s = model.agent_s + model.fork_s + (model.copy_s if rule.redundant else 0.0)
-        comes = [m.begin + starts_s * _jitter(n) for n, m in enumerate(machines)]
+        comes = [m.begin + starts_s * uneven(random.Random(n).random()) for n, m in enumerate(machines)]
         if rule.redundant:
             step_s = model.batch_samples / model.rate(1)
             comes = [math.ceil(at / step_s) * step_s for at in comes]  # (members enter between two steps)

@@ -15,6 +15,11 @@ JITTER: Final = 0.2
 """Share by which times of processes differ."""
 
 
+def uneven(chance: float) -> float:
+    """Return the factor by which one process takes longer than the model says; ``chance``: from 0 to 1."""
+    return 1 - JITTER + 2 * JITTER * chance
+
+
 class Bin(msgspec.Struct):
     """Is a span of time. ``machines``: places for workers, on average. ``could``, ``trains``: samples per second that
     they could have trained, and that workers did work on."""

@@ -70,7 +70,7 @@ from everstep.platforms.fleet import (
 from everstep.platforms.traces import TraceMarket
 from everstep.policies.node_selection import HOME_NODE
 from everstep.sim.elastic.job_model import JobModel
-from everstep.sim.elastic.outcome import JITTER, Outcome, WorkMeter
+from everstep.sim.elastic.outcome import Outcome, WorkMeter, uneven
 from everstep.sim.elastic.virtual_ps import VirtualPs
 from everstep.sim.kernel import Handler, Kernel
 
@@ -366,8 +366,8 @@ class VirtualJob:
                 pass
 
     def after(self, seconds: float, handler: Handler, *args: object) -> None:
-        """Call ``handler`` after ``seconds``, give or take ``JITTER``."""
-        self.kernel.after(seconds * (1 - JITTER + 2 * JITTER * self.kernel.random()), handler, *args)
+        """Call ``handler`` after ``seconds``, give or take ``outcome.JITTER``."""
+        self.kernel.after(seconds * uneven(self.kernel.random()), handler, *args)
 
     # ------------------------------------------------------------ processes
 
