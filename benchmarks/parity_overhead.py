@@ -21,7 +21,8 @@ all four sizes in turn in every round; figures of a size begin with its name (``
 ``--steady``: the window begins when every worker has trained ``STEADY_EPOCHS`` of its share of the data and all mirrors
 are complete, and is ``STEADY_S`` seconds long, or two lags. Before that, each batch makes rows, and mirrors are being
 made: that is what the other figures have in them. Figures begin with ``steady_``; sides: ``none`` and ``STEADY_LAGS``;
-those of six ps, and with a core for the ps, by name (EVERSTEP_OVERHEAD_SIDES=two_parity_lag_2s,two_parity_lag_4s).
+those of six ps, with a core for the ps, and of ``LONG_LAGS``, by name
+(EVERSTEP_OVERHEAD_SIDES=two_parity_lag_2s,two_parity_lag_4s).
 
 EVERSTEP_OVERHEAD_ROUNDS (3), EVERSTEP_OVERHEAD_SIZES ("16x2048": dim x batch, one or more; figures of others than this
 one begin with their names), EVERSTEP_OVERHEAD_SIDES (all; else these, the first one of each group, ``none``,
@@ -71,7 +72,8 @@ GROUPS = ("", "spare_", "two_")
 SIZE = "16x2048"
 CURVE = ("16x2048", "16x8192", "64x2048", "64x8192")
 STEADY_LAGS = (2.0, 4.0, 8.0)
-TWO_LAGS = (2.0, 4.0)
+TWO_LAGS = (2.0, 4.0, 8.0)
+LONG_LAGS = (16.0, 30.0, 60.0)  # by name, with --steady
 STEADY_EPOCHS = 1.3  # of the data, by all workers together: then few keys are left that have no row
 STEADY_S = 14.0
 STEADY = "steady_"
@@ -83,7 +85,12 @@ AIMS = {
     "parity_lag_2s_of_none": 0.98,
     "spare_parity_lag_2s_of_none": 0.99,
     "two_parity_lag_2s_of_none": 0.97,
-    **{f"steady_parity_lag_{lag:g}s_of_none": 0.98 for lag in STEADY_LAGS},
+    "steady_parity_acked_of_none": 0.9,
+    **{
+        f"steady_{size}parity_lag_{lag:g}s_of_none": 0.98
+        for size in ("", *(f"dim{word.replace('x', '_b')}." for word in CURVE))
+        for lag in (*STEADY_LAGS, *LONG_LAGS)
+    },
     **{f"steady_two_parity_lag_{lag:g}s_of_none": 0.97 for lag in TWO_LAGS},
     **{f"steady_spare_parity_lag_{lag:g}s_of_none": 0.99 for lag in TWO_LAGS},
 }
@@ -96,7 +103,7 @@ SIDES: dict[str, tuple[list[str], str]] = {
     "parity_eager": (["--parity", "4+1", "--protect", "eager"], ""),
     **{
         f"parity_lag_{lag:g}s": (["--parity", "4+1", "--protect", "lag", "--protect-lag", f"{lag:g}s"], "")
-        for lag in sorted({*LAGS, *STEADY_LAGS})
+        for lag in sorted({*LAGS, *STEADY_LAGS, *LONG_LAGS})
     },
     "replica": (["--parity", "1+1"], ""),
     "checkpoint_full": (["--checkpoint-every", f"{EVERY_S}s"], "checkpoint_full_every: 0\n"),
@@ -202,6 +209,8 @@ def steady(config: Config, flags: list[str], settings: str, window_s: float) -> 
         try:
             seen = STEADY_EPOCHS * SAMPLES
             job.wait_for(lambda: job.samples_done() > seen and ("--parity" not in flags or job.safe()))
+            begin = time.monotonic() + 2.0 * lag_s(flags)
+            job.wait_for(lambda: time.monotonic() > begin)
             cpu = CpuLog([job.main])
             cpu.poll()
             began_at, began = time.time(), time.monotonic()

@@ -8,9 +8,23 @@
 namespace everstep {
 
 std::shared_ptr<Outbox::Chunk> Outbox::fresh(size_t bytes) {
-  if (bytes > kChunk) return std::make_shared<Chunk>(bytes);
+  const auto now = std::chrono::steady_clock::now();
+  auto chunk = used_again(bytes);
+  if (!chunk) {
+    chunk = std::make_shared<Chunk>(std::max(kChunk, bytes));
+    if (kept_.size() < kKept || kept_bytes_ + chunk->size <= kKeptBytes) {
+      kept_.push_back(chunk);
+      kept_bytes_ += chunk->size;
+    }
+  }
+  chunk->taken_at = now;
+  drop_unused(now);
+  return chunk;
+}
+
+std::shared_ptr<Outbox::Chunk> Outbox::used_again(size_t bytes) {
   for (auto& chunk : kept_) {
-    if (chunk.use_count() == 1) {
+    if (chunk.use_count() == 1 && chunk->size >= bytes) {
       chunk->used = 0;
       return chunk;
     }
@@ -19,9 +33,15 @@ std::shared_ptr<Outbox::Chunk> Outbox::fresh(size_t bytes) {
   for (auto& chunk : kept_) {
     if (chunk->size - chunk->used >= bytes) return chunk;
   }
-  auto chunk = std::make_shared<Chunk>(kChunk);
-  if (kept_.size() < kKept) kept_.push_back(chunk);
-  return chunk;
+  return nullptr;
+}
+
+// The ones at the front are taken first: those behind lie idle when less is needed.
+void Outbox::drop_unused(std::chrono::steady_clock::time_point now) {
+  while (kept_.size() > kKept && kept_.back().use_count() == 1 && now - kept_.back()->taken_at > kUnused) {
+    kept_bytes_ -= kept_.back()->size;
+    kept_.pop_back();
+  }
 }
 
 Outbox::Slot Outbox::reserve(uint32_t partition, int64_t seq, int kind, size_t bytes) {

@@ -3,6 +3,7 @@
 // An entry is reserved (under the partition's mutex, which gives the order), filled in place, then committed; it leaves
 // only when all before it are committed. Thread-safe. Lock order: a partition's mutex > this one.
 #pragma once
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -31,6 +32,7 @@ class Outbox {
     std::unique_ptr<uint8_t[]> data;
     const size_t size;
     size_t used = 0;
+    std::chrono::steady_clock::time_point taken_at;  // when it was last begun
   };
   struct Taken {
     uint64_t first_ticket = 0;
@@ -65,9 +67,15 @@ class Outbox {
     bool done;
   };
   static constexpr size_t kChunk = size_t(4) << 20;
+  // So many are kept for good, and more, up to `kKeptBytes`, while they are needed: a lag's differences go out together,
+  // and memory that is new to the process costs as much as they do.
   static constexpr size_t kKept = 4;
+  static constexpr size_t kKeptBytes = size_t(64) << 20;
+  static constexpr std::chrono::seconds kUnused{30};
 
   std::shared_ptr<Chunk> fresh(size_t bytes);
+  std::shared_ptr<Chunk> used_again(size_t bytes);
+  void drop_unused(std::chrono::steady_clock::time_point now);
 
   mutable std::mutex mutex_;
   std::condition_variable there_;
@@ -76,6 +84,7 @@ class Outbox {
   size_t bytes_ = 0;
   std::shared_ptr<Chunk> open_;
   std::vector<std::shared_ptr<Chunk>> kept_;  // to be used again once nobody else holds them: no new pages to fault in
+  size_t kept_bytes_ = 0;
 };
 
 }  // namespace everstep

@@ -1,13 +1,14 @@
-"""Small entries that takers hold share chunks: they once held four megabytes each."""
+"""Memory of the outbox: small entries share chunks (once they held four megabytes each), large ones use chunks again."""
 
 from __future__ import annotations
 
 import itertools
+import resource
 
 import numpy as np
 
 from everstep.model.table import InitKind, InitSpec, OptimizerKind, OptimizerSpec, TableSpec
-from everstep.native import Store
+from everstep.native import BlobKind, Store
 
 ROWS = TableSpec("rows", 3, OptimizerSpec(OptimizerKind.ADAGRAD, 0.1), InitSpec(InitKind.UNIFORM, -1.0, 1.0))
 CHUNK = 4 << 20
@@ -29,3 +30,26 @@ def test_entries_that_are_held_do_not_hold_a_chunk_each() -> None:
     chunks = 1 + sum(b - a > CHUNK // 2 for a, b in itertools.pairwise(places))
     assert chunks <= 5
     assert [data.tobytes() for data in held] == contents, "what one holds is not written over"
+
+
+def test_what_goes_out_together_uses_the_same_memory_again() -> None:
+    store = Store(1, 1)
+    store.own([0])
+    store.declare(ROWS)
+    keys = np.arange(120_000, dtype=np.int64)
+    store.put_absent(ROWS.id, keys, np.ones((len(keys), 3), np.float32))
+    store.protect([0], True)
+
+    def new_pages(entries: int) -> int:
+        """Return how many pages of memory are new to the process after so many entries were held together."""
+        before, held = resource.getrusage(resource.RUSAGE_SELF).ru_minflt, []
+        for _ in range(entries):
+            store.emit(0, BlobKind.BODIES, ROWS.id, 0, len(keys))
+            _, _, data = store.take_outbox(1 << 30)
+            assert data.nbytes > CHUNK // 2, "one lies in each chunk"
+            held.append(data)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    first = new_pages(12)
+    assert first > 12 * (CHUNK // 2) // resource.getpagesize()
+    assert max(new_pages(12) for _ in range(3)) < first / 10

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from everstep.ids import PartitionId
 from everstep.model.shard import shard_key
 from everstep.model.table import InitSpec, OptimizerKind, OptimizerSpec, TableSpec
 from everstep.native import Store
-from everstep.ps.lag_flusher import LagFlusher
+from everstep.ps.lag_flusher import LagFlusher, open_bytes
 
 SHARD = shard_key(0, 0, 0)
 LONG_S, SHORT_S = 1e5, 1e-7
@@ -181,3 +183,8 @@ def test_under_overload_the_lag_grows_to_its_bound_and_not_beyond() -> None:
         assert 0.8 * ps.lag.bound_s < oldest < 1.3 * ps.lag.bound_s, (times, oldest)
     ps, oldest = overload(0.9, 120.0)
     assert oldest < 1.0 and not ps.lag.late
+
+
+@pytest.mark.parametrize(("lag_s", "mib"), [(0.05, 3), (2.0, 3), (4.0, 6), (8.0, 12), (60.0, 16)])
+def test_a_longer_lag_lets_more_batches_become_one_difference(lag_s: float, mib: int) -> None:
+    assert open_bytes(lag_s) == mib << 20

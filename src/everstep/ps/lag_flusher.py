@@ -33,10 +33,17 @@ oldest change has that age would be older than that when it arrives."""
 
 BEHIND_LAGS = 1.5
 
-OPEN_BYTES = 3 << 20
-"""Old records that a partition may have open: its difference then fits into a piece of memory that is used again."""
+OPEN_BYTES, OPEN_BYTES_A_S, OPEN_MOST_BYTES = 3 << 20, 3 << 19, 16 << 20
+"""Old records that a partition may have open: the least of it, for each second of the lag, and at most. A push flushes
+what is more, and a flush holds the partition: 16 MiB take some 20 ms."""
 
 OPEN_PUSHES = 1 << 20
+
+
+def open_bytes(lag_s: float) -> int:
+    """Return how many bytes of old records a partition may have open: with a longer lag, more batches shall become one
+    difference."""
+    return int(min(OPEN_MOST_BYTES, max(OPEN_BYTES, OPEN_BYTES_A_S * lag_s)))
 
 
 class LagFlusher:
@@ -69,7 +76,7 @@ class LagFlusher:
         self._opened: deque[tuple[int, float]] = deque()  # (number of the newest change, when it was seen first)
         self._asked, self._flushed_at = 0, now()
         self._flushed: dict[PeerKey, float] = {}  # when each group was
-        store.set_lag(OPEN_BYTES, OPEN_PUSHES, LATE * lag_s)
+        store.set_lag(open_bytes(lag_s), OPEN_PUSHES, LATE * lag_s)
 
     def __repr__(self) -> str:
         return f"<mirrors {self.behind_s:.2f} s behind, {self.lag_s:g} s allowed>"
