@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +135,13 @@ def each_round(rounds: int) -> Iterator[int]:
         yield number
 
 
+def rounds_of_one_job(rounds: int) -> Iterable[int]:
+    """Numbers of rounds from 0, in jobs that are there for all of them: the load is noted once, before the first."""
+    for _ in each_round(1):
+        _now.add_rounds(rounds - 1)
+    return range(rounds)
+
+
 def note_rounds(count: int) -> None:
     """``count`` rounds were inside of one job; the shortest series counts."""
     _now.series()
@@ -160,13 +167,15 @@ def interleaved(
     say: Callable[[str], None],
     twice: str = "",
     follow: int = 0,
+    numbers: Iterable[int] = (),
 ) -> Rounds:
     """Run every side once a round, starting with another one each round, so that a slow spell of the machine hits
     all of them. Returns the results by side, in order of rounds.
 
     ``twice`` names the side that is measured a second time in each round (the first side if it names none): only noise
     makes the two differ. The second time is left out where the run would take too long with it (``begin``).
-    ``follow``: series of about this length that follow in this run.
+    ``follow``: series of about this length that follow in this run. ``numbers``: of the rounds, from
+    ``rounds_of_one_job``.
     """
     names = list(sides)
     twice = twice or names[0]
@@ -174,7 +183,7 @@ def interleaved(
         raise KeyError(f"no side '{twice}': there are {', '.join(names)}")
     out = Rounds(names)
     took_s: dict[str, float] = {}
-    for number in each_round(rounds):
+    for number in numbers or each_round(rounds):
         second: list[Any] = []
         turns = [*names, None]
         at = number % len(turns)

@@ -24,6 +24,10 @@ made: that is what the other figures have in them. Figures begin with ``steady_`
 those of six ps, with a core for the ps, and of ``LONG_LAGS``, by name
 (EVERSTEP_OVERHEAD_SIDES=two_parity_lag_2s,two_parity_lag_4s).
 
+``--turns``: steady windows again, but all jobs are there at once and train in turns (``_overhead_turns.py``): windows
+of ``TURN_S`` seconds, or two lags, follow each other closely, so that a slow minute of the machine hits all sides.
+Figures begin with ``turns_``.
+
 EVERSTEP_OVERHEAD_ROUNDS (3), EVERSTEP_OVERHEAD_SIZES ("16x2048": dim x batch, one or more; figures of others than this
 one begin with their names), EVERSTEP_OVERHEAD_SIDES (all; else these, the first one of each group, ``none``,
 ``spare_none`` or ``two_none``, always; what needs another side is left out then).
@@ -36,7 +40,8 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -54,9 +59,11 @@ from benchmarks._measure import (
     last_json,
     median,
     python,
+    rounds_of_one_job,
     say,
     spread,
 )
+from benchmarks._overhead_turns import TurnsJob, windows
 from benchmarks.throughput import SAMPLES, Config, CpuLog, _make_data
 from everstep.policies.advise import Case, break_even_bytes, break_even_mtbf_s
 
@@ -77,6 +84,8 @@ LONG_LAGS = (16.0, 30.0, 60.0)  # by name, with --steady
 STEADY_EPOCHS = 1.3  # of the data, by all workers together: then few keys are left that have no row
 STEADY_S = 14.0
 STEADY = "steady_"
+TURN_S = 8.0
+TURNS = "turns_"
 LAGS = (0.5, 2.0, 8.0)  # a run lasts 20 to 40 s: with longer ones, the last differences would not be in it
 
 AIMS = {
@@ -203,9 +212,8 @@ def steady(config: Config, flags: list[str], settings: str, window_s: float) -> 
     with tempfile.TemporaryDirectory(prefix="everstep-bench-") as folder:
         home = Path(folder)
         (home / "job.yaml").write_text(settings or "name: overhead\n")
-        verb = ["run", "-c", str(home / "job.yaml"), "--workers", "2", "--ps", str(PS), *flags]
-        script = ["--", str(MODEL), *config.arguments, "--epochs", "1000", "--batches", "0"]  # until it is stopped
-        job = Job(home, verb, script, TIMEOUT_S)
+        verb, script = command(config, home, flags)
+        job = Job(home, verb, ["--", *script], TIMEOUT_S)
         try:
             seen = STEADY_EPOCHS * SAMPLES
             job.wait_for(lambda: job.samples_done() > seen and ("--parity" not in flags or job.safe()))
@@ -229,6 +237,38 @@ def steady(config: Config, flags: list[str], settings: str, window_s: float) -> 
             job.close()
 
 
+def command(config: Config, home: Path, flags: list[str]) -> tuple[list[str], list[str]]:
+    """Return how a job is started that trains until it is stopped, and its script."""
+    verb = ["run", "-c", str(home / "job.yaml"), "--workers", "2", "--ps", str(PS), *flags]
+    return verb, [str(MODEL), *config.arguments, "--epochs", "1000", "--batches", "0"]
+
+
+def in_turns(
+    picked: Mapping[str, tuple[list[str], str]], configs: Mapping[str, Config], folder: Path, rounds: int, quick: bool
+) -> Rounds:
+    """Measure steady windows of jobs that train in turns. ``configs``: of each size, by the prefix of its figures."""
+    numbers = rounds_of_one_job(rounds)
+    lengths: dict[str, float] = {}
+    with ExitStack() as stack:
+        jobs: dict[str, TurnsJob] = {}
+        for prefix, config in configs.items():
+            for name, (flags, settings) in picked.items():
+                home = folder / f"{prefix}{name}"
+                home.mkdir()
+                (home / "job.yaml").write_text(settings or "name: overhead\n")
+                verb, script = command(config, home, flags)
+                job = TurnsJob(home, verb, script, lag_s(flags), config.batch)
+                stack.callback(job.close)
+                job.come_to_rest(round((0.1 if quick else STEADY_EPOCHS) * SAMPLES), TIMEOUT_S)
+                jobs[prefix + name] = job
+                lengths[prefix + name] = max(2.0 if quick else TURN_S, 2.0 * lag_s(flags))
+                say(f"{prefix}{name}: there")
+        measured = interleaved(windows(jobs, lengths.__getitem__), rounds, say, numbers=numbers)
+        for job in jobs.values():
+            job.measure()
+    return measured
+
+
 def checkpoint_bytes(run_dir: Path) -> list[float]:
     """Bytes written for each checkpoint that was committed, oldest first."""
     events = run_dir / "events.jsonl"
@@ -246,21 +286,23 @@ def run(quick: bool, arguments: Sequence[str] = ()) -> Result:
     parser = argparse.ArgumentParser(prog="python -m benchmarks parity_overhead")
     parser.add_argument("--curve", action="store_true", help="the cost over the lag, for four sizes")
     parser.add_argument("--steady", action="store_true", help="behind the making of rows and mirrors, for some lags")
+    parser.add_argument("--turns", action="store_true", help="as --steady, with jobs that train in turns")
     chosen_ways = parser.parse_args(arguments)
-    curve, at_rest = chosen_ways.curve, chosen_ways.steady
+    curve, at_rest, turns = chosen_ways.curve, chosen_ways.steady, chosen_ways.turns
     rounds = 1 if quick else int(os.environ.get("EVERSTEP_OVERHEAD_ROUNDS", "3"))
-    lags = ",".join(f"parity_lag_{lag:g}s" for lag in (STEADY_LAGS if at_rest else LAGS))
-    asked = os.environ.get("EVERSTEP_OVERHEAD_SIDES", lags if at_rest else "")
+    lags = ",".join(f"parity_lag_{lag:g}s" for lag in (STEADY_LAGS if at_rest or turns else LAGS))
+    asked = os.environ.get("EVERSTEP_OVERHEAD_SIDES", lags if at_rest or turns else "")
     picked = chosen(lags if curve else asked)
     measures = sizes(",".join(CURVE) if curve else os.environ.get("EVERSTEP_OVERHEAD_SIZES", SIZE))
     figures: dict[str, float] = {"load_before": psutil.getloadavg()[0]}
     spreads: dict[str, tuple[float, float]] = {}
     with tempfile.TemporaryDirectory(prefix="everstep-bench-data-") as folder:
-        sides, prefixes = {}, {}
+        sides, prefixes, configs = {}, {}, {}
         for dim, batch in measures:
             config = Config(dim, batch, 20_000 if quick else 160_000, Path(folder))
             prefix = "" if f"{dim}x{batch}" == SIZE else f"{config.name}."
-            prefixes[f"{dim}x{batch}"] = prefix = STEADY + prefix if at_rest else prefix
+            prefix = (TURNS if turns else STEADY if at_rest else "") + prefix
+            prefixes[f"{dim}x{batch}"], configs[prefix] = prefix, config
             say(f"{config.name}: making the data")
             _make_data(config)
             for name, (flags, settings) in picked.items():
@@ -269,10 +311,13 @@ def run(quick: bool, arguments: Sequence[str] = ()) -> Result:
                     sides[prefix + name] = partial(steady, config, flags, settings, window_s)
                 else:
                     sides[prefix + name] = partial(side, config, flags, settings)
-        measured = interleaved(sides, rounds, say)
+        if turns:
+            measured = in_turns(picked, configs, Path(folder), rounds, quick)
+        else:
+            measured = interleaved(sides, rounds, say)
     for prefix in prefixes.values():
         compare(measured, prefix, list(picked), figures, spreads)
-    if picked.keys() == SIDES.keys() and SIZE in prefixes and not at_rest:
+    if picked.keys() == SIDES.keys() and SIZE in prefixes and not at_rest and not turns:
         figures |= crossover(figures)
         figures |= lossy(quick)
     aims = {name: f">= {least}" for name, least in AIMS.items() if name in figures}

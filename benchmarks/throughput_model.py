@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 N_DENSE, N_CAT = 13, 26
 ZIPF = 1.1
+GATE_S = 0.005
 
 
 def mlp(sizes: list[int], last_relu: bool) -> nn.Sequential:
@@ -177,6 +178,8 @@ def train(args: argparse.Namespace) -> dict[str, float]:
             job.report(loss=loss)
         if args.batches and meter.batches >= args.batches:
             break
+        while args.gate and not Path(args.gate).exists():
+            time.sleep(GATE_S)
     result = meter.result()
     readings = job.readings
     result["wait_fraction"] = readings["wait_fraction"]
@@ -196,6 +199,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--data", default="", help="folder to keep the generated data in")
     parser.add_argument("--out", default="", help="also append the JSON line to this file")
+    parser.add_argument("--gate", default="", help="train only while this file is there")
     parser.add_argument("--bound", action="store_true", help="the dense network alone")
     args = parser.parse_args()
     args.rows = args.rows or (100_000 if args.dim >= 64 else 1_000_000)

@@ -1,4 +1,4 @@
-"""Memory of the outbox: small entries share chunks (once they held four megabytes each), large ones use chunks again."""
+"""Memory of the outbox: small entries share a chunk (they once held 4 MiB each), large ones use chunks again."""
 
 from __future__ import annotations
 
