@@ -2,8 +2,8 @@
 
 Each job's script has a *gate*, a file: it trains while the file is there. A window opens the gate, and is measured
 from one lag later on, when flushes of what this window changed have begun. After it the gate is shut, and nobody trains
-until the mirrors have had time to get what is left. So what a job owes to its mirrors is neither left to the next window nor
-taken over from the one before.
+until the mirrors have had time to get what is left. So what a job owes to its mirrors is neither left to the next
+window nor taken over from the one before.
 """
 
 from __future__ import annotations

@@ -94,14 +94,15 @@ AIMS = {
     "parity_lag_2s_of_none": 0.98,
     "spare_parity_lag_2s_of_none": 0.99,
     "two_parity_lag_2s_of_none": 0.97,
-    "steady_parity_acked_of_none": 0.9,
+    **{f"{way}parity_acked_of_none": 0.9 for way in (STEADY, TURNS)},
     **{
-        f"steady_{size}parity_lag_{lag:g}s_of_none": 0.98
+        f"{way}{size}parity_lag_{lag:g}s_of_none": 0.98
+        for way in (STEADY, TURNS)
         for size in ("", *(f"dim{word.replace('x', '_b')}." for word in CURVE))
         for lag in (*STEADY_LAGS, *LONG_LAGS)
     },
-    **{f"steady_two_parity_lag_{lag:g}s_of_none": 0.97 for lag in TWO_LAGS},
-    **{f"steady_spare_parity_lag_{lag:g}s_of_none": 0.99 for lag in TWO_LAGS},
+    **{f"{way}two_parity_lag_{lag:g}s_of_none": 0.97 for way in (STEADY, TURNS) for lag in TWO_LAGS},
+    **{f"{way}spare_parity_lag_{lag:g}s_of_none": 0.99 for way in (STEADY, TURNS) for lag in TWO_LAGS},
 }
 
 CPR = ROOT / "benchmarks" / "twins" / "cpr_flights.py"
