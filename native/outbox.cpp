@@ -12,7 +12,7 @@ std::shared_ptr<Outbox::Chunk> Outbox::fresh(size_t bytes) {
   auto chunk = used_again(bytes);
   if (!chunk) {
     chunk = std::make_shared<Chunk>(std::max(kChunk, bytes));
-    if (kept_.size() < kKept || kept_bytes_ + chunk->size <= kKeptBytes) {
+    if (kept_bytes_ + chunk->size <= kKeptBytes) {
       kept_.push_back(chunk);
       kept_bytes_ += chunk->size;
     }
@@ -38,9 +38,12 @@ std::shared_ptr<Outbox::Chunk> Outbox::used_again(size_t bytes) {
 
 // The ones at the front are taken first: those behind lie idle when less is needed.
 void Outbox::drop_unused(std::chrono::steady_clock::time_point now) {
-  while (kept_.size() > kKept && kept_.back().use_count() == 1 && now - kept_.back()->taken_at > kUnused) {
-    kept_bytes_ -= kept_.back()->size;
-    kept_.pop_back();
+  for (size_t i = kept_.size(); i-- > 0;) {
+    const Chunk& chunk = *kept_[i];
+    const bool needed = i < kKept && chunk.size == kChunk;
+    if (needed || kept_[i].use_count() > 1 || now - chunk.taken_at <= kUnused) continue;
+    kept_bytes_ -= chunk.size;
+    kept_.erase(kept_.begin() + std::ptrdiff_t(i));
   }
 }
 

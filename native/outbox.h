@@ -67,8 +67,8 @@ class Outbox {
     bool done;
   };
   static constexpr size_t kChunk = size_t(4) << 20;
-  // So many are kept for good, and more, up to `kKeptBytes`, while they are needed: a lag's differences go out together,
-  // and memory that is new to the process costs as much as they do.
+  // So many of this size are kept for good, and others, up to `kKeptBytes`, while they are needed: a lag's differences
+  // go out together, and memory that is new to the process costs as much as they do.
   static constexpr size_t kKept = 4;
   static constexpr size_t kKeptBytes = size_t(64) << 20;
   static constexpr std::chrono::seconds kUnused{30};
