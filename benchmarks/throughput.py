@@ -142,7 +142,14 @@ def run_everstep(config: Config, ps: int, tcp: bool) -> Measured:
             until = time.monotonic() + TIMEOUT_S
             if tcp:
                 _wait_for(run_dir / "master.json", until, log)
-                join: list[str | Path] = ["--join", f"127.0.0.1:{port}", "--secret-file", run_dir / "secret", "--workers", "2"]
+                join: list[str | Path] = [
+                    "--join",
+                    f"127.0.0.1:{port}",
+                    "--secret-file",
+                    run_dir / "secret",
+                    "--workers",
+                    "2",
+                ]
                 join += ["--node", "node1", "--run-dir", home / "node1"]
                 children.append(stack.enter_context(Child(everstep("agent", *join), log=log)))
             cpu = CpuLog(children)
