@@ -19,8 +19,9 @@ what L losses an epoch do to the flights' AUC (``twins/cpr_flights.py``).
 all four sizes in turn in every round; figures of a size begin with its name (``dim64_b8192.``).
 
 ``--steady``: the window begins when every worker has trained ``STEADY_EPOCHS`` of its share of the data and all mirrors
-are complete, and is ``STEADY_S`` seconds long, or two lags. Before that, each batch makes rows, and mirrors are being
-made: that is what the other figures have in them. Figures begin with ``steady_``; sides: ``none`` and ``STEADY_LAGS``;
+are complete and two lags are over, and is ``STEADY_S`` seconds long, or two lags. Before that, each batch makes rows,
+mirrors are being made, and memory is used for the first time: that is what the other figures have in them.
+Figures begin with ``steady_``; sides: ``none`` and ``STEADY_LAGS``;
 those of six ps, with a core for the ps, and of ``LONG_LAGS``, by name
 (EVERSTEP_OVERHEAD_SIDES=two_parity_lag_2s,two_parity_lag_4s).
 
