@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -157,6 +158,26 @@ def pushes(logs: list[PsLog]) -> tuple[NDArray[np.float64], NDArray[np.float64]]
     _, first = np.unique(key[:, order], axis=1, return_index=True)
     rows = order[np.sort(first)]
     return at[rows], (key[2] - key[1])[rows].astype(float)
+
+
+@dataclass(frozen=True)
+class Window:
+    """Some seconds of a job: when they began and ended (seconds since 1970), CPU seconds of all of it and of its ps."""
+
+    began_at: float
+    ended_at: float
+    cpu_s: float
+    ps_cpu_s: float
+
+    def figures(self, at: NDArray[np.float64], samples: NDArray[np.float64], batch: int) -> dict[str, float]:
+        """Return samples/s, CPU seconds a million samples, and CPU of the ps a batch (ms). ``at``, ``samples``: its
+        ``pushes``."""
+        trained = float(samples[(at >= self.began_at) & (at < self.ended_at)].sum())
+        return {
+            "samples_per_s": trained / (self.ended_at - self.began_at),
+            "cpu_s_per_million": 1e6 * self.cpu_s / trained,
+            "ps_cpu_ms_per_batch": 1e3 * self.ps_cpu_s * batch / trained,
+        }
 
 
 def rate(at: NDArray[np.float64], samples: NDArray[np.float64], begin: float, end: float) -> float:

@@ -137,8 +137,9 @@ def each_round(rounds: int) -> Iterator[int]:
 
 def rounds_of_one_job(rounds: int) -> Iterable[int]:
     """Numbers of rounds from 0, in jobs that are there for all of them: the load is noted once, before the first."""
-    for _ in each_round(1):
-        _now.add_rounds(rounds - 1)
+    _now.series()
+    _now.round()
+    _now.add_rounds(rounds - 1)
     return range(rounds)
 
 
@@ -175,7 +176,8 @@ def interleaved(
     ``twice`` names the side that is measured a second time in each round (the first side if it names none): only noise
     makes the two differ. The second time is left out where the run would take too long with it (``begin``).
     ``follow``: series of about this length that follow in this run. ``numbers``: of the rounds, from
-    ``rounds_of_one_job``.
+    ``rounds_of_one_job``; then, with three sides or more, other sides are between the two measurements: a job that goes
+    on after itself is faster than one that goes on after another.
     """
     names = list(sides)
     twice = twice or names[0]
@@ -183,9 +185,10 @@ def interleaved(
         raise KeyError(f"no side '{twice}': there are {', '.join(names)}")
     out = Rounds(names)
     took_s: dict[str, float] = {}
+    turns: list[str | None] = [*names]
+    turns.insert(names.index(twice) + 2 if numbers else len(names), None)
     for number in numbers or each_round(rounds):
         second: list[Any] = []
-        turns = [*names, None]
         at = number % len(turns)
         for place, name in enumerate(turns[at:] + turns[:at]):
             side = name or twice

@@ -14,10 +14,10 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from benchmarks._jobs import Job, pushes
+from benchmarks._jobs import Job, Window, pushes
 from benchmarks.throughput import CpuLog
 
-LEAST_S = 1.0  # before a window is measured, and after it
+LEAST_S = 3.0  # before a window is measured, and after it: right after another job, a job is slower
 
 
 class TurnsJob:
@@ -26,7 +26,7 @@ class TurnsJob:
     def __init__(self, home: Path, verb: Sequence[str], script: Sequence[str], lag_s: float, batch: int) -> None:
         self._gate = home / "gate"
         self._rest_s, self._batch = max(LEAST_S, lag_s), batch
-        self._windows: list[tuple[dict[str, float], float, float, float, float]] = []
+        self._windows: list[tuple[dict[str, float], Window]] = []
         self._protected = "--parity" in verb
         self.open()
         self.job = Job(home, list(verb), ["--", *script, "--gate", str(self._gate)], float("inf"))
@@ -64,7 +64,7 @@ class TurnsJob:
         began_at = time.time()
         time.sleep(seconds)
         self._cpu.poll()
-        self._windows.append((figures, began_at, time.time(), *self._used()))
+        self._windows.append((figures, Window(began_at, time.time(), *self._used())))
         self.shut()
         if self.job.over:
             raise RuntimeError(f"a job ended:\n{self.job.words()}")
@@ -75,13 +75,10 @@ class TurnsJob:
         return all_after - all_before, ps_after - ps_before
 
     def measure(self) -> None:
-        """Fill in the figures of all windows: samples/s, CPU seconds a million samples, CPU of the ps a batch."""
+        """Fill in the figures of all windows."""
         at, samples = pushes(self.job.logs())
-        for figures, began_at, ended_at, cpu_s, cpu_ps_s in self._windows:
-            trained = float(samples[(at >= began_at) & (at < ended_at)].sum())
-            figures["samples_per_s"] = trained / (ended_at - began_at)
-            figures["cpu_s_per_million"] = 1e6 * cpu_s / trained
-            figures["ps_cpu_ms_per_batch"] = 1e3 * cpu_ps_s * self._batch / trained
+        for figures, window in self._windows:
+            figures |= window.figures(at, samples, self._batch)
 
     def close(self) -> None:
         """End it."""
