@@ -176,8 +176,11 @@ class ListLoader:
 class Member:
     """What a test's script gets: the engine with the few calls of a Job."""
 
-    def __init__(self, spec: JobSpec, collective: Gloo, redo: frozenset[int] = frozenset()) -> None:
-        self.engine = GroupEngine(spec, collective.rank, alone=collective.size == 1)
+    def __init__(
+        self, spec: JobSpec, collective: Gloo, redo: frozenset[int] = frozenset(), alone: bool | None = None
+    ) -> None:
+        """``alone``: embedded in a single process, where no step is redone (one member: so)."""
+        self.engine = GroupEngine(spec, collective.rank, alone=collective.size == 1 if alone is None else alone)
         self.session = ScriptedSession(spec, collective, redo)
         self.engine.session = self.session
         self.rank, self.size = collective.rank, collective.size
@@ -196,11 +199,20 @@ class Member:
         return self.engine.steps(loader, 0, loader.epochs)
 
 
-def alone(spec: JobSpec, script: Callable[[Member], Any], redo: frozenset[int] = frozenset()) -> Any:
-    """``script`` as a group of one, in this process."""
+def alone(spec: JobSpec, script: Callable[[Member], Any]) -> Any:
+    """``script`` alone, embedded in this process."""
+    return _here(spec, script, frozenset(), True)
+
+
+def group_of_one(spec: JobSpec, script: Callable[[Member], Any], redo: frozenset[int] = frozenset()) -> Any:
+    """``script`` in this process, as the last member that is left of a group."""
+    return _here(spec, script, redo, False)
+
+
+def _here(spec: JobSpec, script: Callable[[Member], Any], redo: frozenset[int], alone: bool) -> Any:
     torch.set_num_threads(1)
     torch.manual_seed(spec.seed)
-    member = Member(spec, Gloo(0, 1, Path()), redo)
+    member = Member(spec, Gloo(0, 1, Path()), redo, alone)
     try:
         return script(member)
     finally:

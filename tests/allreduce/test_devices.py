@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +11,10 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from device_members import CPU, LONG_S, connected, over, redone_leaves_no_trace, waits
 from group_hub import Hub
-from groups import Gloo, ListLoader, Member, alone, run_group
-from scripts import adam, data, loss_of, net, same, trained, values
+from groups import Gloo, Member, run_group
+from scripts import same, trained
 
 from everstep.allreduce import device_group, devices
 from everstep.allreduce.collective import CollectiveError
@@ -26,16 +24,11 @@ from everstep.allreduce.environment import LOCAL_VARIABLE, NCCL_ENVIRONMENT, NCC
 from everstep.allreduce.gradient_buckets import digest, measure_there, read_digests
 from everstep.allreduce.group_buffers import _integers, _words, integers_there, words_there
 from everstep.allreduce.group_store import GroupStore
-from everstep.allreduce.nccl import NcclGroup
 from everstep.allreduce.staged import HostStaged
-from everstep.allreduce.state import ReplicaState
 from everstep.config.spec import JobSpec
 from everstep.errors import PlatformError, ScriptError
 from everstep.native import sum_bits
 from everstep.net.retry import Deadline
-
-CPU = torch.device("cpu")
-LONG_S = 30.0
 
 
 def gpu(identity: int, nccl: int = 22809) -> DevicePlace:
@@ -281,44 +274,6 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeNccl]:
     return FakeNccl
 
 
-@contextlib.contextmanager
-def connected(size: int = 2, on: Sequence[torch.device] = ()) -> Any:
-    hub = Hub()
-    at = on or [CPU] * size
-    group = [DeviceCollective(rank, size, "127.0.0.1", "1.0", [at[rank]]) for rank in range(size)]
-    with ThreadPoolExecutor(size) as pool:
-        list(pool.map(lambda c: c.connect(GroupStore(hub, 1, 0, "127.0.0.1", size, LONG_S), LONG_S), group))
-    try:
-        yield group
-    finally:
-        for collective in group:
-            collective.close()
-
-
-def over(collective: DeviceCollective) -> NcclGroup:
-    assert collective._nccl is not None, collective.chosen
-    return collective._nccl
-
-
-def waits(collective: DeviceCollective, on: torch.device = CPU) -> tuple[threading.Thread, list[Exception]]:
-    """A thread in an all-reduce that the others do not come to."""
-    raised: list[Exception] = []
-
-    def wait() -> None:
-        try:
-            over(collective).allreduce(torch.ones(2, device=on)).wait(LONG_S)
-        except CollectiveError as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    until = Deadline(LONG_S)
-    while not collective.waiting_since:
-        until.check()
-        time.sleep(0.001)
-    return thread, raised
-
-
 def test_members_connect_over_gloo_and_reduce(fake: type[FakeNccl]) -> None:
     with connected(3) as group:
         assert [c.chosen.way for c in group] == [Way.NCCL] * 3
@@ -424,101 +379,5 @@ def test_a_group_on_the_cpu_has_nothing_of_it() -> None:
         assert [(c.chosen.way, c._nccl) for c in group] == [(Way.HOST, None)] * 2
 
 
-# ---------------------------------------------------------------- on GPUs
-
-FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
-one_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-with_nccl = pytest.mark.skipif(devices.nccl_backend() is None, reason="this torch has no NCCL")
-
-
-@one_gpu
-def test_a_gpu_computes_the_digest_of_the_host() -> None:
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        flat = torch.randn(5001).to(dtype)
-        assert digest(flat.to(FIRST)) == digest(flat)
-        flat[77] = float("inf")
-        assert digest(flat.to(FIRST)) == digest(flat)
-
-
-@one_gpu
-def test_members_that_share_a_gpu_reduce_by_way_of_the_host() -> None:
-    with connected(2, [FIRST, FIRST]) as group:
-        assert [c.chosen.way for c in group] == [Way.STAGED] * 2
-        tensors = [torch.full((1 << 20,), float(c.rank + 1), device=FIRST) for c in group]
-        for _ in range(2):  # the second time in the same memory
-            works = [c.allreduce(t) for c, t in zip(group, tensors, strict=True)]
-            for work in works:
-                work.wait(LONG_S)
-        assert all(bool((t == 6.0).all()) for t in tensors)
-
-
-@one_gpu
-def test_training_on_a_gpu_leaves_no_trace_of_a_redone_step_and_its_state_goes_to_the_host_and_back() -> None:
-    def script(member: Member) -> Any:
-        model = member.replicate(net(norm=True).to(FIRST))
-        opt = member.optimizer(adam(model))
-        for one in member.steps(ListLoader(data(), 8, 2)):
-            opt.zero_grad()
-            loss_of(model, {name: value.to(FIRST) for name, value in one.items()}).backward()
-            opt.step()
-        state = ReplicaState(member.engine.models, member.engine.inner, {})
-        serialized, before = state.snapshot(), state.quick_digest()
-        with torch.no_grad():
-            for p in model.parameters():
-                p.zero_()
-        state.load(serialized)
-        assert serialized.body.device == CPU and state.quick_digest() == before
-        return values(model)
-
-    once, redone = alone(JobSpec(), script), alone(JobSpec(), script, redo=frozenset({0, 3}))
-    same(once, redone)
-    assert all(value.device == FIRST for value in once.values())
-
-
-class OnlyMember:
-    """The host of an NCCL group of one."""
-
-    rank, size, name, broken, waiting_since = 0, 1, "1.0", "", 0.0
-
-    def exchange(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        return [tensor]
-
-    def parted(self) -> bool:
-        return False
-
-    def abort(self, why: str = "") -> None:
-        self.broken = self.broken or why
-
-    def error(self, error: Exception | None) -> CollectiveError:
-        return CollectiveError(self.broken)
-
-
-@one_gpu
-@with_nccl
-def test_nccl_connects_reduces_and_is_aborted() -> None:
-    group = NcclGroup(OnlyMember(), FIRST, devices.nccl_backend())
-    assert group.connect(Deadline(LONG_S)), group.why
-    tensor = torch.full((1000,), 3.0, device=FIRST)
-    group.allreduce(tensor).wait(LONG_S)
-    assert bool((tensor == 3.0).all())
-    group.abort()
-    with pytest.raises(CollectiveError):
-        group.allreduce(tensor)
-
-
-@two_gpus
-@with_nccl
-def test_two_gpus_reduce_over_nccl_and_a_member_that_leaves_frees_the_other() -> None:
-    with connected(2, [FIRST, SECOND]) as group:
-        assert [c.chosen.way for c in group] == [Way.NCCL] * 2
-        tensors = [torch.full((1 << 20,), float(rank + 1), device=at) for rank, at in enumerate((FIRST, SECOND))]
-        works = [c.allreduce(t) for c, t in zip(group, tensors, strict=True)]
-        for work in works:
-            work.wait(LONG_S)
-        assert all(bool((t == 3.0).all()) for t in tensors)
-        thread, raised = waits(group[0], FIRST)
-        group[1].abort("it left")
-        thread.join(LONG_S)
-        assert len(raised) == 1
-        assert float(torch.ones(4, device=FIRST).sum()) == 4.0  # the device goes on
+def test_a_redone_step_leaves_no_trace_and_state_is_loaded_again() -> None:
+    redone_leaves_no_trace(CPU)

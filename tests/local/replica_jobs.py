@@ -16,6 +16,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 REPLICA = """
 import hashlib, os, sys, time
+os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
 sys.path.insert(0, {examples!r})
 import torch
 from torch import nn
@@ -23,15 +24,16 @@ import everstep as es
 from fashion import SAMPLE, read
 
 torch.set_num_threads(1)
+torch.use_deterministic_algorithms(True)
 job = es.join(mode="allreduce")
 data = {{k: v[:{rows}] for k, v in read(SAMPLE, "train").items()}}
 layers = nn.Conv2d(1, 4, 5, stride=3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Dropout(0.1), nn.Linear(256, 10)
-net = nn.Sequential(*layers)
+net = nn.Sequential(*layers){place}
 model = job.replicate(net)
 opt = job.optimizer(torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9))
 print("worker", job.slot, "begins", flush=True)
 for batch in job.steps(job.loader(data, batch_size={batch}, epochs={epochs})):
-    loss = nn.functional.cross_entropy(model(batch["image"]), batch["label"].long())
+    loss = nn.functional.cross_entropy(model(batch["image"]{place}), batch["label"].long(){place})
     opt.zero_grad(); loss.backward(); opt.step()
     job.report(loss=loss)
     if not os.path.exists({hurry!r}):
@@ -40,7 +42,7 @@ for batch in job.steps(job.loader(data, batch_size={batch}, epochs={epochs})):
 found = hashlib.sha256()
 def take(name, value):
     if isinstance(value, torch.Tensor):
-        found.update(name.encode() + value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        found.update(name.encode() + value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     elif isinstance(value, dict):
         for key in sorted(value, key=str):
             take(f"{{name}}.{{key}}", value[key])
@@ -58,9 +60,19 @@ print("state", found.hexdigest(), "of worker", job.slot, flush=True)
 class ReplicaRun(Run):
     """``everstep run --mode allreduce`` as a subprocess."""
 
-    def write(self, rows: int = 1920, epochs: int = 6, pause_s: float = 0.05, batch: int = 64) -> None:
+    def write(
+        self, rows: int = 1920, epochs: int = 6, pause_s: float = 0.05, batch: int = 64, gpu: bool = False
+    ) -> None:
+        """``gpu``: the model is on ``job.device``."""
         self.rows, self.epochs = rows, epochs
-        facts = {"rows": rows, "epochs": epochs, "pause_s": pause_s, "batch": batch, "hurry": str(self._hurry)}
+        facts = {
+            "place": ".to(job.device)" if gpu else "",
+            "rows": rows,
+            "epochs": epochs,
+            "pause_s": pause_s,
+            "batch": batch,
+            "hurry": str(self._hurry),
+        }
         self.script.write_text(REPLICA.format(examples=str(EXAMPLES), **facts))
 
     def train(self, workers: int, *flags: str, under: tuple[str, ...] = ()) -> ReplicaRun:

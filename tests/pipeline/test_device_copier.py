@@ -138,6 +138,7 @@ def test_a_state_on_the_cpu_is_copied_by_native_code() -> None:
     assert isinstance(copier_for(torch.device("cpu")), HostCopier)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_state_on_a_gpu_is_what_it_was_before_the_optimizer_stepped() -> None:
     """The device is far behind the thread that trains, when the copy begins and when the optimizer steps."""
