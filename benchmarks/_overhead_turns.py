@@ -3,7 +3,8 @@
 Each job's script has a *gate*, a file: it trains while the file is there. A window opens the gate, and is measured
 from one lag later on, when flushes of what this window changed have begun. After it the gate is shut, and nobody trains
 until the mirrors have had time to get what is left. So what a job owes to its mirrors is neither left to the next
-window nor taken over from the one before.
+window nor taken over from the one before. All jobs have the times of the one with the longest lag: a processor that has
+rested is faster, and slower again after some seconds of work.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ LEAST_S = 3.0  # before a window is measured, and after it: right after another 
 
 
 class TurnsJob:
-    """One of the jobs. ``lag_s``: how far its mirrors may be behind; ``batch``: samples."""
+    """One of the jobs. ``longest_lag_s``: how far mirrors of any of them may be behind; ``batch``: samples."""
 
-    def __init__(self, home: Path, verb: Sequence[str], script: Sequence[str], lag_s: float, batch: int) -> None:
+    def __init__(
+        self, home: Path, verb: Sequence[str], script: Sequence[str], longest_lag_s: float, batch: int
+    ) -> None:
         self._gate = home / "gate"
-        self._rest_s, self._batch = max(LEAST_S, lag_s), batch
+        self._rest_s, self._batch = max(LEAST_S, longest_lag_s), batch
         self._windows: list[tuple[dict[str, float], Window]] = []
         self._protected = "--parity" in verb
         self.open()
@@ -85,6 +88,6 @@ class TurnsJob:
         self.job.close()
 
 
-def windows(jobs: dict[str, TurnsJob], seconds: Callable[[str], float]) -> dict[str, Callable[[], dict[str, float]]]:
+def windows(jobs: dict[str, TurnsJob], seconds: float) -> dict[str, Callable[[], dict[str, float]]]:
     """Return the sides of ``interleaved``: one window of each job."""
-    return {name: partial(job.window, seconds(name)) for name, job in jobs.items()}
+    return {name: partial(job.window, seconds) for name, job in jobs.items()}

@@ -26,7 +26,8 @@ those of six ps, with a core for the ps, and of ``LONG_LAGS``, by name
 (EVERSTEP_OVERHEAD_SIDES=two_parity_lag_2s,two_parity_lag_4s).
 
 ``--turns``: steady windows again, but all jobs are there at once and train in turns (``_overhead_turns.py``): windows
-of ``TURN_S`` seconds, or two lags, follow each other closely, so that a slow minute of the machine hits all sides.
+of ``TURN_S`` seconds, or two of the longest lag (one, if it is long), follow each other closely, so that a slow minute
+of the machine hits all sides.
 Figures begin with ``turns_``.
 
 EVERSTEP_OVERHEAD_ROUNDS (3), EVERSTEP_OVERHEAD_SIZES ("16x2048": dim x batch, one or more; figures of others than this
@@ -86,6 +87,7 @@ STEADY_EPOCHS = 1.3  # of the data, by all workers together: then few keys are l
 STEADY_S = 14.0
 STEADY = "steady_"
 TURN_S = 8.0
+TURN_MOST_S = 30.0  # but for one lag
 TURNS = "turns_"
 LAGS = (0.5, 2.0, 8.0)  # a run lasts 20 to 40 s: with longer ones, the last differences would not be in it
 
@@ -245,7 +247,8 @@ def in_turns(
 ) -> Rounds:
     """Measure steady windows of jobs that train in turns. ``configs``: of each size, by the prefix of its figures."""
     numbers = rounds_of_one_job(rounds)
-    lengths: dict[str, float] = {}
+    longest_s = max(lag_s(flags) for flags, _ in picked.values())
+    window_s = max(2.0 if quick else TURN_S, min(2.0 * longest_s, TURN_MOST_S), longest_s)
     with ExitStack() as stack:
         jobs: dict[str, TurnsJob] = {}
         for prefix, config in configs.items():
@@ -254,13 +257,12 @@ def in_turns(
                 home.mkdir()
                 (home / "job.yaml").write_text(settings or "name: overhead\n")
                 verb, script = command(config, home, flags)
-                job = TurnsJob(home, verb, script, lag_s(flags), config.batch)
+                job = TurnsJob(home, verb, script, longest_s, config.batch)
                 stack.callback(job.close)
                 job.come_to_rest(round((0.1 if quick else STEADY_EPOCHS) * SAMPLES), TIMEOUT_S)
                 jobs[prefix + name] = job
-                lengths[prefix + name] = max(2.0 if quick else TURN_S, 2.0 * lag_s(flags))
                 say(f"{prefix}{name}: there")
-        measured = interleaved(windows(jobs, lengths.__getitem__), rounds, say, numbers=numbers)
+        measured = interleaved(windows(jobs, window_s), rounds, say, numbers=numbers)
         for job in jobs.values():
             job.measure()
     return measured

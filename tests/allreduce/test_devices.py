@@ -15,6 +15,7 @@ from device_members import CPU, LONG_S, connected, over, redone_leaves_no_trace,
 from group_hub import Hub
 from groups import Gloo, Member, run_group
 from scripts import same, trained
+from torch import nn
 
 from everstep.allreduce import device_group, devices
 from everstep.allreduce.collective import CollectiveError
@@ -25,6 +26,7 @@ from everstep.allreduce.gradient_buckets import digest, measure_there, read_dige
 from everstep.allreduce.group_buffers import _integers, _words, integers_there, words_there
 from everstep.allreduce.group_store import GroupStore
 from everstep.allreduce.staged import HostStaged
+from everstep.allreduce.state import ReplicaState
 from everstep.config.spec import JobSpec
 from everstep.errors import PlatformError, ScriptError
 from everstep.native import sum_bits
@@ -75,6 +77,12 @@ def test_what_a_member_says_of_its_model(monkeypatch: pytest.MonkeyPatch) -> Non
     assert place_of([torch.device("cuda:0")]).identity != first.identity  # CUDA_VISIBLE_DEVICES renames them
     monkeypatch.setenv(NCCL_VARIABLE, "0")
     assert place_of([torch.device("cuda:0")]).nccl == 0
+
+
+def test_tables_on_the_ps_say_nothing_of_where_a_model_is() -> None:
+    model = nn.ModuleDict({"table": nn.Embedding(2, 3), "top": nn.Linear(3, 1, device="meta")})
+    model["table"].weight.everstep_table = "table"
+    assert ReplicaState([model], [], {}).devices() == {torch.device("meta")}
 
 
 def test_versions_of_nccl_are_compared_as_numbers() -> None:

@@ -109,8 +109,8 @@ class ReplicaState:
                     yield Named(f"{tracked}.{name}", tensor)
 
     def devices(self) -> set[torch.device]:
-        """Return the devices that parameters are on."""
-        return {p.device for model in self.models for p in model.parameters()}
+        """Return the devices that parameters are on. Rows of tables on the ps come to the host and are not of these."""
+        return {p.device for model in self.models for p in model.parameters() if not hasattr(p, _TABLE)}
 
     def _models(self) -> Iterator[tuple[str, nn.Module]]:
         several = len(self.models) > 1
