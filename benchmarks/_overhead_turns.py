@@ -4,7 +4,7 @@ Each job's script has a *gate*, a file: it trains while the file is there. A win
 from one lag later on, when flushes of what this window changed have begun. After it the gate is shut, and nobody trains
 until the mirrors have had time to get what is left. So what a job owes to its mirrors is neither left to the next
 window nor taken over from the one before. All jobs have the times of the one with the longest lag: a processor that has
-rested is faster, and slower again after some seconds of work.
+rested seems to be faster for some seconds.
 """
 
 from __future__ import annotations

@@ -259,7 +259,7 @@ def test_parity_needs_as_many_ps_as_a_stripe_is_wide() -> None:
 
 def test_mirrors_that_may_lag() -> None:
     lag = {"parity": "1+1", "ps": 2, "protect": "lag"}
-    assert load_spec(None, lag, {})[0].protect_lag == "2s"
+    assert load_spec(None, lag, {})[0].protect_lag == "4s"
     assert load_spec(None, {**lag, "protect_lag": "1m", "consistency": "bounded:2"}, {})[0].protect_lag == "1m"
     for bad in ("x", "", "-1s", "2 weeks"):
         refused(None, {**lag, "protect_lag": bad}, {}, f"protect_lag = {bad!r} (--protect-lag)", "such as '2s'")

@@ -105,9 +105,10 @@ def test_what_papers_compare_parity_with_is_said_with_both_sides() -> None:
     assert fixed.parts["trained again"] == pytest.approx(900.0 / (8 * HOUR))
     assert fixed.parts["writing"] == pytest.approx(0.02 * write_s / 1800.0)
     assert every(CASE, 1.0).interval_s == pytest.approx(write_s), "none is faster than its bytes"
-    dear, cheap = CASE, CASE._replace(lag=0.001, together=0.0)
-    assert "lose 3.4% (trained again binds); parity 4+1 lag 2s loses 6.7%, more" in as_papers(dear, options(dear))
-    assert "parity 4+1 lag 2s loses 0.3%, 91% less" in as_papers(cheap, options(cheap))
+    assert "lose 3.4% (trained again binds); parity 4+1 lag 4s loses 2.7%, 21% less" in as_papers(CASE, options(CASE))
+    dear, cheap = CASE._replace(lag=0.06), CASE._replace(lag=0.001, together=0.0)
+    assert "parity 4+1 lag 4s loses 6.7%, more" in as_papers(dear, options(dear))
+    assert "parity 4+1 lag 4s loses 0.3%, 91% less" in as_papers(cheap, options(cheap))
     few = CASE._replace(ps=2)
     assert as_papers(few, options(few)).endswith("binds)")
 
@@ -115,4 +116,4 @@ def test_what_papers_compare_parity_with_is_said_with_both_sides() -> None:
 def test_parity_that_lags_turns_by_itself() -> None:
     assert break_even_mtbf_s(CASE, 4, 1, lag=True) > break_even_mtbf_s(CASE, 4, 1)
     assert break_even_bytes(CASE, 4, 1, lag=True) < break_even_bytes(CASE, 4, 1)
-    assert any("parity 4+1 lag 2s costs less than" in line for line in lines(CASE, options(CASE)))
+    assert any("parity 4+1 lag 4s costs less than" in line for line in lines(CASE, options(CASE)))

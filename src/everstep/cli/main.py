@@ -146,7 +146,7 @@ def cli() -> None:
     "--protect",
     help="acked (default): a push waits until parity has it; eager: it does not; lag: parity follows.",
 )
-@click.option("--protect-lag", help="With --protect lag: parity may be so far behind (default 2s).")
+@click.option("--protect-lag", help="With --protect lag: parity may be so far behind (default 4s).")
 @click.option("--ps-limit-bytes", help="Memory for rows of one ps, in bytes (default: no limit).")
 @click.option("--cold-dir", help="Directory for rows that were not used for long and do not fit into --ps-limit-bytes.")
 @click.option(
@@ -683,8 +683,8 @@ def _renamed(old: str, new: str) -> None:
 @click.option("--network", default="1GB", show_default=True, help="Of one ps, bytes a second.")
 @click.option("--parity", type=float, help="Share of throughput that K+1 costs.  [default: 0.09]")
 @click.option("--replica", type=float, help="Share of throughput that 1+1 costs.  [default: 0.09]")
-@click.option("--lag", default="2s", show_default=True, help="How far mirrors may be behind (--protect lag).")
-@click.option("--lag-costs", type=float, help="Share of throughput that K+1 costs with that lag.  [default: 0.06]")
+@click.option("--lag", default="4s", show_default=True, help="How far mirrors may be behind (--protect lag).")
+@click.option("--lag-costs", type=float, help="Share of throughput that K+1 costs with that lag.  [default: 0.02]")
 @click.option("--measure", is_flag=True, help="Run the kernels here for half a minute; needs --step.")
 @click.option("--rows-per-step", type=int, default=16_384, show_default=True, help="Rows that a step changes.")
 @click.option("--dim", type=int, default=16, show_default=True, help="Values of a row.")
@@ -745,7 +745,7 @@ def advise(
         restart_s=seconds(restart),
         network=size_bytes(network),
         lag_s=seconds(lag),
-        lag=0.06 if lag_costs is None else lag_costs,
+        lag=0.02 if lag_costs is None else lag_costs,
         **numbers,
     )
     flags = None

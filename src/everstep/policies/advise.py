@@ -57,8 +57,8 @@ class Case(NamedTuple):
     together: float = 0.2  # share of losses that take more than one ps at once
     step_s: float = 0.0  # 0: not known
     may_lose: float = 0.02  # share of all updates that a partial rollback may lose
-    lag: float = 0.06  # share of the throughput that parity costs whose mirrors may be ``lag_s`` behind
-    lag_s: float = 2.0
+    lag: float = 0.02  # share of the throughput that parity costs whose mirrors may be ``lag_s`` behind
+    lag_s: float = 4.0
 
 
 class Option(NamedTuple):
