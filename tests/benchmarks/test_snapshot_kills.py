@@ -35,7 +35,8 @@ def test_a_copy_of_two_states_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
             p.data.add_(1.0)
 
     monkeypatch.setattr(SnapshotStage, "backward", backward)
-    assert after_kills(6, limit_s=240.0).torn > 0
+    # A kill that comes before a copy is whole finds nothing: on a busy machine six of them may.
+    assert any(after_kills(6, seed, limit_s=240.0).torn for seed in range(10))
 
 
 @pytest.mark.slow
