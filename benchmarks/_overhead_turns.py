@@ -21,6 +21,16 @@ from benchmarks.throughput import CpuLog
 LEAST_S = 3.0  # before a window is measured, and after it: right after another job, a job is slower
 
 
+def watched(cpu: CpuLog, wait: Callable[[], object]) -> Window:
+    """Return what the job of ``cpu`` used while ``wait`` waited."""
+    cpu.poll()
+    began_at = time.time()
+    wait()
+    cpu.poll()
+    (_, all_before, ps_before), (_, all_after, ps_after) = cpu.rows[-2:]
+    return Window(began_at, time.time(), all_after - all_before, ps_after - ps_before)
+
+
 class TurnsJob:
     """One of the jobs. ``longest_lag_s``: how far mirrors of any of them may be behind; ``batch``: samples."""
 
@@ -63,19 +73,11 @@ class TurnsJob:
         figures: dict[str, float] = {}
         self.open()
         time.sleep(self._rest_s)
-        self._cpu.poll()
-        began_at = time.time()
-        time.sleep(seconds)
-        self._cpu.poll()
-        self._windows.append((figures, Window(began_at, time.time(), *self._used())))
+        self._windows.append((figures, watched(self._cpu, lambda: time.sleep(seconds))))
         self.shut()
         if self.job.over:
             raise RuntimeError(f"a job ended:\n{self.job.words()}")
         return figures
-
-    def _used(self) -> tuple[float, float]:
-        (_, all_before, ps_before), (_, all_after, ps_after) = self._cpu.rows[-2:]
-        return all_after - all_before, ps_after - ps_before
 
     def measure(self) -> None:
         """Fill in the figures of all windows."""

@@ -49,7 +49,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks._jobs import Job, Window, pushes
+from benchmarks._jobs import Job, pushes
 from benchmarks._measure import (
     ROOT,
     Child,
@@ -65,7 +65,7 @@ from benchmarks._measure import (
     say,
     spread,
 )
-from benchmarks._overhead_turns import TurnsJob, windows
+from benchmarks._overhead_turns import TurnsJob, watched, windows
 from benchmarks.throughput import SAMPLES, Config, CpuLog, _make_data
 from everstep.policies.advise import Case, break_even_bytes, break_even_mtbf_s
 
@@ -223,14 +223,8 @@ def steady(config: Config, flags: list[str], settings: str, window_s: float) -> 
             job.wait_for(lambda: job.samples_done() > seen and ("--parity" not in flags or job.safe()))
             begin = time.monotonic() + 2.0 * lag_s(flags)
             job.wait_for(lambda: time.monotonic() > begin)
-            cpu = CpuLog([job.main])
-            cpu.poll()
-            began_at, began = time.time(), time.monotonic()
-            job.wait_for(lambda: time.monotonic() > began + window_s)
-            cpu.poll()
-            ended_at = time.time()
-            _, cpu_all, cpu_ps = cpu.between(began - 1.0, time.monotonic())
-            window = Window(began_at, ended_at, cpu_all, cpu_ps)
+            end = time.monotonic() + window_s
+            window = watched(CpuLog([job.main]), lambda: job.wait_for(lambda: time.monotonic() > end))
             return window.figures(*pushes(job.logs()), config.batch)
         finally:
             job.close()

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 from local_jobs import Run, until
@@ -24,7 +25,7 @@ import everstep as es
 from fashion import SAMPLE, read
 
 torch.set_num_threads(1)
-torch.use_deterministic_algorithms(True)
+torch.use_deterministic_algorithms({gpu})
 job = es.join(mode="allreduce")
 data = {{k: v[:{rows}] for k, v in read(SAMPLE, "train").items()}}
 layers = nn.Conv2d(1, 4, 5, stride=3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Dropout(0.1), nn.Linear(256, 10)
@@ -66,6 +67,7 @@ class ReplicaRun(Run):
         """``gpu``: the model is on ``job.device``."""
         self.rows, self.epochs = rows, epochs
         facts = {
+            "gpu": gpu,
             "place": ".to(job.device)" if gpu else "",
             "rows": rows,
             "epochs": epochs,
@@ -121,3 +123,21 @@ class ReplicaRun(Run):
 
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
+
+
+def logical_run(
+    folder: Path, workers: int, kills: Sequence[tuple[int, int]], rows: int, gpu: bool = False
+) -> tuple[str, str]:
+    """Four logical workers on so many real ones; the digest of their state, and what workers said. ``kills``: (when so
+    many samples are trained, slot)."""
+    folder.mkdir()
+    run = ReplicaRun(folder)
+    try:
+        run.write(rows=rows, epochs=4, pause_s=0.05 if kills else 0.0, batch=8, gpu=gpu)
+        run.train(workers, "--logical-workers", "4")
+        for samples, slot in kills:
+            run.trained(samples)
+            os.kill(run.pid(slot), KILL)
+        return run.finished(len(kills)), run.workers_said()
+    finally:
+        run.close()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from local_jobs import until
 from node_jobs import Networks, free_port, join
-from replica_jobs import KILL, STOP, ReplicaRun
+from replica_jobs import KILL, STOP, ReplicaRun, logical_run
 
 from everstep.cli.scale import scale
 from everstep.model.member import Role
@@ -147,20 +147,8 @@ def test_below_min_workers_a_fixed_batch_waits(run: ReplicaRun) -> None:
 
 
 def test_logical_workers_give_the_same_bits_for_any_number_and_any_loss(tmp_path: Path) -> None:
-    digests = {}
-    for name, workers, kills in (("one", 1, 0), ("two", 2, 0), ("three", 3, 2)):
-        folder = tmp_path / name
-        folder.mkdir()
-        run = ReplicaRun(folder)
-        try:
-            run.write(rows=320, epochs=4, pause_s=0.05 if kills else 0.0, batch=8)
-            run.train(workers, "--logical-workers", "4")
-            for kill in range(kills):
-                run.trained(150 + 250 * kill)
-                os.kill(run.pid(kill, at_least=1), KILL)
-            digests[name] = run.finished(kills)
-        finally:
-            run.close()
+    sides = {"one": (1, ()), "two": (2, ()), "three": (3, ((150, 0), (400, 1)))}
+    digests = {name: logical_run(tmp_path / name, *side, rows=320)[0] for name, side in sides.items()}
     assert len(set(digests.values())) == 1, digests
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 import pytest
 import torch
-from replica_jobs import ReplicaRun
+from replica_jobs import logical_run
 
 pytestmark = [
     pytest.mark.processes,
@@ -19,20 +17,9 @@ pytestmark = [
 
 @pytest.mark.cold
 def test_workers_of_one_gpu_are_killed_and_the_weights_have_the_same_bits(tmp_path: Path) -> None:
+    sides = {"one": (1, ()), "two": (2, ()), "killed": (2, ((300, 0), (900, 1), (1500, 0)))}
     digests = {}
-    for name, workers, kills in (("one", 1, 0), ("two", 2, 0), ("killed", 2, 3)):
-        folder = tmp_path / name
-        folder.mkdir()
-        run = ReplicaRun(folder)
-        try:
-            run.write(rows=640, epochs=4, pause_s=0.05 if kills else 0.0, batch=8, gpu=True)
-            run.train(workers, "--logical-workers", "4")
-            for kill in range(kills):
-                run.trained(300 + 600 * kill)
-                os.kill(run.pid(kill % 2), signal.SIGKILL)
-            digests[name] = run.finished(kills)
-            said = run.workers_said()
-        finally:
-            run.close()
+    for name, (workers, kills) in sides.items():
+        digests[name], said = logical_run(tmp_path / name, workers, kills, rows=640, gpu=True)
         assert ("gradients on cuda:0 go by way of the host's memory and gloo" in said) == (workers > 1), said
     assert len(set(digests.values())) == 1, digests

@@ -734,10 +734,8 @@ def advise(
     if bandwidth is None and not measure:
         raise ConfigError("no --bandwidth: give bytes a second of the storage, or --measure to find it here")
     given = {"bandwidth": bandwidth, "lag": lag_costs} | {n: numbers[n] for n in ("stall", "parity", "replica")}
-    for name, default in (("stall", 0.02), ("parity", 0.09), ("replica", 0.09)):
-        numbers[name] = default if numbers[name] is None else numbers[name]
+    named = {**numbers, "lag": lag_costs, "full_every": full_every}
     case = Case(
-        full_every=8 if full_every is None else full_every,
         table_bytes=size_bytes(tables),
         bandwidth=size_bytes(bandwidth) if bandwidth is not None else 1.0,
         mtbf_s=seconds(mtbf),
@@ -745,8 +743,7 @@ def advise(
         restart_s=seconds(restart),
         network=size_bytes(network),
         lag_s=seconds(lag),
-        lag=0.02 if lag_costs is None else lag_costs,
-        **numbers,
+        **{name: number for name, number in named.items() if number is not None},
     )
     flags = None
     if measure:
