@@ -6,12 +6,15 @@ from __future__ import annotations
 import random
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
+import msgspec
 import pytest
 
-from everstep.ids import Incarnation, LeaseNo, Slot
+from everstep.ids import Incarnation, LeaseNo, ShardKey, Slot
 from everstep.native.ledger import PushLedger
 from everstep.net.messages import Pushed
+from everstep.ps.mirrored_pushes import MirroredPushes, PushEnd
 from everstep.tables.step_pushes import (
     Action,
     Again,
@@ -25,7 +28,7 @@ from everstep.tables.step_pushes import (
     table_shard,
 )
 
-PARTITIONS, STEPS, SHARD = 6, 14, table_shard(0, 0)
+PARTITIONS, STEPS, MANY_STEPS, SHARD = 6, 14, 50, table_shard(0, 0)
 
 
 @dataclass
@@ -35,6 +38,9 @@ class Ps:
     ledger: PushLedger
     applied: dict[int, list[tuple[int, int, int]]]  # by partition: (lo, hi, attempt)
     waiting: list[tuple[Member, Action, Pushed]] = field(default_factory=list)
+    pushes: MirroredPushes = field(default_factory=MirroredPushes)  # (where mirrors lag)
+    changes: int = 0  # opened so far
+    opened: dict[int, int] = field(default_factory=dict)  # by partition: number of its open change
 
 
 @dataclass(eq=False)
@@ -44,12 +50,19 @@ class Member:
     attempt: dict[int, int] = field(default_factory=dict)  # of each step that it holds or voted on
     voted: int = -1
     barrier: int = -1
+    since: int = 0  # the step before which it came
+    counts: bool = True  # it has all that the ps may lack of the state
     links: dict[int, deque[Action]] = field(default_factory=dict)
 
 
 class World:
-    def __init__(self, seed: int, members: int = 3, ps: int = 3) -> None:
-        self.rng = random.Random(seed)
+    """``lag``: a push is answered at once, and mirrors hear of it later."""
+
+    def __init__(self, seed: int, members: int = 3, ps: int = 3, lag: bool = False) -> None:
+        self.rng, self.lag = random.Random(seed), lag
+        self.most_held = self.replayed = 0
+        self.steps = MANY_STEPS if lag else STEPS
+        self.flushes = [self.rng.choice((0.003, 0.02, 0.1)) for _ in range(ps)] if lag else []
         self.route, self.lease, self.lives, self.attempts = 1, 1, 0, 0
         self.owner = [b % ps for b in range(PARTITIONS)]
         self.lives_of = dict.fromkeys(range(ps), 1)
@@ -63,7 +76,7 @@ class World:
 
     def newcomer(self) -> Member:
         self.lives += 1
-        member = Member(StepPushes(Slot(self.lives), Incarnation(1)))
+        member = Member(StepPushes(Slot(self.lives), Incarnation(1), self.lag))
         member.pushes.placed(self.route, self.servers())
         return member
 
@@ -96,7 +109,7 @@ class World:
         """One move of one member: vote, hear the result, pass the barrier."""
         step = m.step
         if m.barrier < 0 and m.voted < step:
-            if m.pushes.owes or step >= STEPS:
+            if m.pushes.owes or step >= self.steps:
                 return
             m.voted = step
             if all(other.voted == step for other in self.group):  # the last one: its result goes to everybody
@@ -107,6 +120,8 @@ class World:
                 for other in self.group:
                     other.attempt[step] = self.attempts
                     other.pushes.consumed(least)
+                    other.counts = other.counts or least >= other.since
+                    self.most_held = max(self.most_held, len(other.pushes.held))
                 self.agreed = self.route, sorted(self.servers())
             return
         if m.barrier < 0 and m.voted == step and all(o.voted >= step or o.step > step for o in self.group):
@@ -125,7 +140,7 @@ class World:
         if len(self.group) < 2:
             return
         dead = dead or self.rng.choice(self.group)
-        if not any(m.attempt for m in self.group if m is not dead):
+        if not any(m.attempt and m.counts for m in self.group if m is not dead):
             return  # all others have only copied the state: the line ends there (see brain.group)
         self.group.remove(dead)
         # What it sent may still arrive; what it had seen alone is known to nobody. A vote that nobody left has the
@@ -137,7 +152,8 @@ class World:
 
     def join(self) -> None:
         one = self.newcomer()
-        one.step = max(m.step for m in self.group)
+        one.since = one.step = max(m.step for m in self.group)
+        one.counts = False
         if all(m.step == one.step and m.voted < one.step and m.barrier < 0 for m in self.group):
             self.group.append(one)
             self.regroup()
@@ -159,6 +175,7 @@ class World:
                 if mark or log:
                     heir.ledger.partitions[b].shards[SHARD] = [mark, 0]
                 heir.applied[b] = list(log)
+                heir.pushes.came()
         self.new_map()
 
     def move(self) -> None:
@@ -170,6 +187,7 @@ class World:
         target.ledger.own([b])
         target.ledger.partitions[b] = source.ledger.partitions.pop(b)
         target.applied[b] = source.applied.pop(b, [])
+        target.pushes.came()
         self.owner[b] = to
         self.new_map()
 
@@ -190,8 +208,10 @@ class World:
             self.do(m, m.pushes.again(action.ps, action.life))
         elif isinstance(action, Open):
             opened = it.ledger.open(action.shard, 0, action.lease)
-            self.confirm(it)
-            self.do(m, m.pushes.opened(action.ps, action.shard, action.life, opened is not None))
+            if action.mirrored or not self.lag:
+                self.confirm(it)
+            mark = min(opened[1], default=0) if opened is not None else 0
+            self.do(m, m.pushes.opened(action.ps, action.shard, action.life, opened is not None, mark))
         else:
             self.push(m, it, action)
 
@@ -203,13 +223,49 @@ class World:
         for b, partition in it.ledger.partitions.items():
             if partition.shards.get(SHARD, [0])[0] != before[b]:
                 it.applied.setdefault(b, []).append((token.lo, token.hi, m.attempt[action.owed.step]))
+                if b not in it.opened:
+                    it.changes += 1
+                    it.opened[b] = it.changes
         answer = Pushed(done.applied, done.repeats, done.gap, done.fenced)
+        if self.lag:
+            self.replayed += bool(done.repeats and done.applied)
+            if done.gap < 0 and not done.fenced:
+                it.pushes.pushed((token.shard, token.hi))
+            answer = msgspec.structs.replace(answer, mirrored=it.pushes.told)
+            self.do(m, m.pushes.pushed(action.ps, action.owed, action.life, answer))
+            return
         it.waiting.append((m, action, answer))
         if self.rng.random() < 0.7:
             self.confirm(it)
 
+    def flush(self, it: Ps) -> None:
+        """The mirrors hear of some partitions, and the ps looks what they have now, while pushes go on."""
+        seen = it.pushes.newest()
+        self.deliver_some()
+        share = self.rng.choice((0.5, 1.0))
+        for b, partition in it.ledger.partitions.items():
+            if self.rng.random() < share:
+                self.safe[b] = partition.shards.get(SHARD, [0])[0], list(it.applied.get(b, []))
+                it.opened.pop(b, None)
+        changes, closed = it.changes, min(it.opened.values(), default=it.changes + 1) - 1
+        self.deliver_some()
+        if self.rng.random() < 0.1:
+            self.move()
+        it.pushes.made(seen, changes, 0)
+        it.pushes.confirmed(closed, 0)
+
+    def deliver_some(self) -> None:
+        for _ in range(self.rng.choice((0, 3, 12))):
+            self.deliver_any()
+
+    def deliver_any(self) -> None:
+        links = [(m, ps) for m in self.group for ps, link in m.links.items() if link]
+        if links:
+            self.deliver(*self.rng.choice(links))
+
     def confirm(self, it: Ps) -> None:
         """The mirrors have everything: whoever waits for that is answered."""
+        it.opened.clear()
         for b, partition in it.ledger.partitions.items():
             self.safe[b] = partition.shards.get(SHARD, [0])[0], list(it.applied.get(b, []))
         waiting, it.waiting = it.waiting, []
@@ -222,25 +278,28 @@ class World:
 
     def run(self) -> None:
         for moves in range(30_000):
-            if all(m.step >= STEPS and not m.pushes.owes and m.barrier < 0 for m in self.group):
-                break
+            if all(m.step >= self.steps and not m.pushes.owes and m.barrier < 0 for m in self.group):
+                if not any(m.pushes.lags for m in self.group):
+                    break
+                for m in self.group:
+                    self.do(m, m.pushes.settle())
             draw = self.rng.random()
-            if draw < 0.004 and moves < 6_000:
+            if draw < (0.01 if self.lag else 0.004) and moves < 6_000:
                 self.rng.choice((self.kill, self.join, self.lose_ps, self.move))()
             elif draw < 0.02:
                 self.do(m := self.rng.choice(self.group), m.pushes.take_over())
             elif draw < 0.5:
                 self.train(self.rng.choice(self.group))
             else:
-                links = [(m, ps) for m in self.group for ps, link in m.links.items() if link]
-                if links:
-                    self.deliver(*self.rng.choice(links))
-                for it in self.ps.values():
+                self.deliver_any()
+                for ps, it in self.ps.items():
+                    if self.lag and self.rng.random() < self.flushes[ps]:
+                        self.flush(it)
                     if it.waiting and self.rng.random() < 0.3:
                         self.confirm(it)
         else:
             raise AssertionError(f"stuck: {self.group}")
-        steps = [self.committed[s] for s in range(STEPS)]
+        steps = [self.committed[s] for s in range(self.steps)]
         for b in range(PARTITIONS):
             assert self.ps[self.owner[b]].applied.get(b, []) == steps, f"partition {b}"
 
@@ -248,6 +307,77 @@ class World:
 @pytest.mark.parametrize("seed", range(150))
 def test_every_partition_has_every_committed_step_once(seed: int) -> None:
     World(seed).run()
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_the_same_where_mirrors_lag(seed: int) -> None:
+    World(seed, members=1 + seed % 3, lag=True).run()
+
+
+def test_where_mirrors_lag_steps_are_kept_and_pushed_again() -> None:
+    worlds = [World(seed, lag=True) for seed in range(30)]
+    for world in worlds:
+        world.run()
+    assert max(world.most_held for world in worlds) > 6, "steps are kept"
+    assert sum(world.replayed for world in worlds) > 40, "and pushed to partitions that came back without them"
+
+
+def _forgets_what_is_acknowledged(self: StepPushes, h: Any, ps: Slot) -> None:
+    h.waiting.discard(ps)
+
+
+def _believes_watermarks(self: StepPushes, ps: Slot) -> list[Action]:
+    """What a ps has already counts as mirrored."""
+    for h in self._held:
+        if ps in h.waiting and self._open.get(ps, {}).get(h.owed.shard, -1) >= h.owed.hi:
+            h.waiting.discard(ps)
+    return _next(self, ps)
+
+
+def _asks_no_mirrors(self: StepPushes, ps: Slot) -> list[Action]:
+    """Of a ps that it does not go on pushing to, it hears no more."""
+    if ps not in self._mine:
+        for h in self._held:
+            h.lagging.discard(ps)
+    return []
+
+
+def _learns_too_much(self: StepPushes, ps: Slot, shard: ShardKey, position: int) -> None:
+    """One word counts for all ps."""
+    for h in self._held:
+        if h.owed.shard == shard and h.owed.hi <= position:
+            h.lagging.clear()
+
+
+def _trusts_what_was(self: MirroredPushes) -> None:
+    """A partition that comes changes nothing of what is known."""
+
+
+def _counts_at_once(self: MirroredPushes, end: PushEnd) -> None:
+    self.told = end
+
+
+_next = StepPushes._next
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "planted"),
+    [
+        (StepPushes, "_acknowledged", _forgets_what_is_acknowledged),
+        (StepPushes, "_next", _believes_watermarks),
+        (StepPushes, "_ask_mirrors", _asks_no_mirrors),
+        (StepPushes, "_learn", _learns_too_much),
+        (MirroredPushes, "came", _trusts_what_was),
+        (MirroredPushes, "pushed", _counts_at_once),
+    ],
+)
+def test_planted_faults_of_what_mirrors_lack_are_found(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, planted: Any
+) -> None:
+    monkeypatch.setattr(owner, name, planted)
+    with pytest.raises(AssertionError):
+        for seed in range(200):
+            World(seed, members=1 + seed % 3, lag=True).run()
 
 
 def killed_after_the_result(eager: bool) -> World:

@@ -134,7 +134,7 @@ class BehindLoop(NamedTuple):
 class StepTables(Protocol):
     """Is the tables of a job whose rows live on the ps, for engine and session; on the script's thread.
 
-    ``pushed``: of all steps below it everybody's pushes are acknowledged, as far as known here."""
+    ``pushed``: of all steps below it everybody's pushes are acknowledged and at all mirrors, as far as known here."""
 
     pushed: int
 
@@ -150,7 +150,8 @@ class StepTables(Protocol):
         ...
 
     def flush(self, group: Group, collective: Collective) -> None:
-        """Return when this member owes nothing to any ps. Raises CollectiveError as above."""
+        """Return when this member owes nothing to any ps, and mirrors have what it pushed. Raises CollectiveError as
+        above."""
         ...
 
     def take(self, step: StepAttempt, batch: Any) -> None:

@@ -14,6 +14,7 @@ from everstep.allreduce.collective import CollectiveError
 from everstep.allreduce.step import Collective
 from everstep.api.listeners import WorkerRuntime
 from everstep.api.tables import TableSet
+from everstep.brain.checkpoints import waits_for_mirrors
 from everstep.errors import DeadlineError, EverstepError, InternalError
 from everstep.ids import LeaseNo, ShardKey, Slot
 from everstep.model.group import Group
@@ -29,34 +30,47 @@ from everstep.tables.worker_protocol import watermarks_of
 GIVE_UP_S = 300.0
 """So long a ps may take to have its partitions back, before the job is given up."""
 
+KEPT_BYTES = 256 << 20
+"""Gradients of steps that mirrors may lack, at most: with more, the next step waits until mirrors have them."""
+
 _TICK_S = 0.1
 _AGAIN_S = 0.05
 _GAP_S = 60.0  # a ps lacks what is before, and nobody pushes it
 _REST_S = 60.0  # for the rest of an accumulation, when the script is over
 
 
-class _StepSum(HeldRows):
-    """Holds the gradients of one committed step, of all members. They are routed when this member has to push them."""
+class _StepSum:
+    """Holds the gradients of one committed step, of all members. They are routed, in memory that the ps see, while this
+    member has to push them."""
 
     def __init__(self, content: list[Stepped], client: PsClient, infos: TableSet) -> None:
-        super().__init__()
         self._content, self._client, self._tables = content, client, infos
+        self.size_bytes = sum(found.keys.nbytes + found.grads.nbytes for found in content)
         self._version = -1
         self._parts: list[list[RowsPart]] = []
+        self._rows: HeldRows | None = None
 
-    def parts(self, router: Router) -> list[list[RowsPart]]:
-        """Return the rows by position of the ps; routed anew by each newer map."""
-        if self._version != router.version:
-            merged = list(self._route(router))
+    def routed(self, router: Router) -> tuple[HeldRows, list[list[RowsPart]]]:
+        """Return the rows, and their parts by position of the ps; routed anew by each newer map."""
+        if self._rows is None or self._version != router.version:
+            self.settle()
+            self._rows = HeldRows()
+            merged = list(self._route(self._rows, router))
             rates = {found.table: found.rate for found in self._content}
             self._parts = parts_by_ps(merged, len(router.slots), grads=True, rates=rates)
             self._version = router.version
-        return self._parts
+        return self._rows, self._parts
 
-    def _route(self, router: Router) -> Iterator[TableRows]:
+    def settle(self) -> None:
+        """Nobody has to be sent them now."""
+        rows, self._rows = self._rows, None
+        if rows is not None:
+            rows.settle()
+
+    def _route(self, held: HeldRows, router: Router) -> Iterator[TableRows]:
         specs = {info.spec.id: info.spec for info in self._tables.infos.values()}
         batch = BatchRows(self._client.memory, router)
-        self.hold(batch)
+        held.hold(batch)
         for found in self._content:
             routed, inverse, counts = router.route(found.table, found.keys)
             (rows,) = batch.add([(specs[found.table], routed, counts)], values=False)
@@ -69,7 +83,8 @@ class GroupPushDriver:
 
     def __init__(self, runtime: WorkerRuntime, tables: TableSet) -> None:
         self._runtime, self._tables, self.client = runtime, tables, runtime.client
-        self.pushes = StepPushes(runtime.slot, runtime.incarnation)
+        self.keeps = waits_for_mirrors(runtime.spec)
+        self.pushes = StepPushes(runtime.slot, runtime.incarnation, self.keeps)
         self.failure: EverstepError | None = None
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -130,7 +145,7 @@ class GroupPushDriver:
         with self._lock:
             for owed in self.pushes.consumed(before):
                 self._drop(owed)
-            if len(held := {owed.step for owed in self.pushes.held}) > HELD_MAX:
+            if not self.keeps and len(held := {owed.step for owed in self.pushes.held}) > HELD_MAX:
                 raise InternalError(f"{self.pushes!r}: {len(held)} steps are not consumed")
 
     def void(self) -> None:
@@ -147,12 +162,24 @@ class GroupPushDriver:
         self.enter(group)
         self._wait(lambda: not self.pushes.owes, collective)
 
+    def secure(self, collective: Collective) -> None:
+        """Wait until mirrors have all that this member pushed. Raises CollectiveError as ``flush`` does."""
+        self._feed(self.pushes.settle)
+        self._wait(lambda: not self.pushes.lags and not self.pushes.owes, collective)
+
+    @property
+    def full(self) -> bool:
+        """Return whether so much is kept that mirrors have to catch up now."""
+        return self.keeps and sum(held.size_bytes for held in self._sums.values()) > KEPT_BYTES
+
     def push_rest(self, lease: LeaseNo = LeaseNo(0)) -> None:
-        """Push what is owed, behind a loop, where all members do the same. Returns when it is acknowledged."""
+        """Push what is owed, behind a loop, where all members do the same. Returns when it is acknowledged, and mirrors
+        have it."""
         self._feed(lambda: self.pushes.entered(self.pushes.lease or lease))
+        self._feed(self.pushes.settle)
         limit = time.monotonic() + _REST_S
         with self._changed:  # (stale: somebody in a later group is at the same end)
-            while self.pushes.owes and not self.pushes.stale and time.monotonic() < limit:
+            while (self.pushes.owes or self.pushes.lags) and not self.pushes.stale and time.monotonic() < limit:
                 if self.failure is not None or self.client.failure is not None:
                     return
                 self._changed.wait(_TICK_S)
@@ -161,11 +188,12 @@ class GroupPushDriver:
         """Wait until nothing is owed. Raises CollectiveError as ``flush`` does."""
         self._wait(lambda: not self.pushes.owes, collective)
 
-    def open(self, shard: ShardKey, group: Group, collective: Collective) -> list[int]:
-        """Open ``shard`` everywhere under the group's lease; the watermarks of all partitions."""
+    def open(self, shard: ShardKey, group: Group, collective: Collective, mirrored: bool = False) -> list[int]:
+        """Open ``shard`` everywhere under the group's lease; the watermarks of all partitions. ``mirrored``: when all
+        mirrors have them."""
         while True:
             router = self.client.router
-            request = OpenShard(shard, 0, group.lease, router.version)
+            request = OpenShard(shard, 0, group.lease, router.version, mirrored)
             ticket = self.client.everywhere(lambda i, ps, r=request: r, router)  # type: ignore[misc]
             self._await(ticket, collective)
             if ticket.moved:
@@ -198,34 +226,40 @@ class GroupPushDriver:
 
         def then(answer: DataAnswer, body: memoryview) -> None:
             if isinstance(answer, Opened | LeaseClosed):
-                ok = isinstance(answer, Opened)
-                self._feed(lambda: self.pushes.opened(action.ps, action.shard, action.life, ok))
+                marks = watermarks_of(answer)[1] if isinstance(answer, Opened) else []
+                known = action.ps, action.shard, action.life, isinstance(answer, Opened), min(marks, default=0)
+                self._feed(lambda: self.pushes.opened(*known))
             elif not isinstance(answer, Moved):  # what is owed is said anew by the newer map
                 self.fail(self._refused(action.ps, answer))
 
-        self.client.submit(action.ps, OpenShard(action.shard, 0, action.lease, router.version), then, router)
+        request = OpenShard(action.shard, 0, action.lease, router.version, action.mirrored)
+        self.client.submit(action.ps, request, then, router)
 
     def _send(self, action: Send) -> None:
         router, owed = self.client.router, action.owed
         held = self._sums.get((owed.step, owed.lo))
         if held is None or router.version != self.pushes.route:
             return
-        parts = tuple(held.parts(router)[router.slots.index(action.ps)]) if owed.learns else ()
-        held.sent()
+        rows, parts = held.routed(router) if owed.learns else (HeldRows(), [()] * len(router.slots))
+        its_parts = tuple(parts[router.slots.index(action.ps)])
+        rows.sent()
 
         def then(answer: DataAnswer, body: memoryview) -> None:
             with self._lock:
-                held.landed()
+                rows.landed()
             if isinstance(answer, Pushed):
                 if answer.nonfinite >= 0:
                     self.fail(InternalError(f"ps:{action.ps} found NaN or Inf in step {owed.step}, which is committed"))
                 self._feed(lambda: self.pushes.pushed(action.ps, owed, action.life, answer))
+                with self._lock:
+                    if not self.pushes.waits(owed):
+                        held.settle()
             elif not isinstance(answer, Moved):
                 self.fail(self._refused(action.ps, answer))
 
         left_out = action.skipped and (owed.left_out or owed.learns)
         message = Push(
-            router.version, action.token, parts, True, b"", action.skipped, left_out=left_out, more=action.more
+            router.version, action.token, its_parts, True, b"", action.skipped, left_out=left_out, more=action.more
         )
         self.client.submit(action.ps, message, then, router)
 

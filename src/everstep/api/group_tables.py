@@ -92,9 +92,10 @@ class GroupTables:
         where = collective, position.dataset, cut.epoch
         if where == self._surveyed and cut.lo != self._stop:
             return self._stop
-        self.flush(group, collective)
+        self._driver.flush(group, collective)
         collective.gather([0])  # what the others still had to push is there as well
-        self.pushed = position.step
+        if not self._driver.keeps:
+            self.pushed = position.step
         shard = table_shard(position.dataset, cut.epoch)
         marks = {
             of: self._driver.open(of, group, collective)
@@ -114,7 +115,7 @@ class GroupTables:
         if any(word[3] for word in words):
             self._cut_held_back(position, cut.lr_factor)
             self._show_since(shard, cut.lo)
-            self.flush(group, collective)
+            self._driver.flush(group, collective)
         return self._stop
 
     def _follow(self, group: Group) -> None:
@@ -128,7 +129,7 @@ class GroupTables:
         if self.pushed < position.step:
             self._driver.enter(group)
             shard, sample = self._consumed(table_shard(position.dataset, position.epoch), position.sample)
-            if sample and min(self._driver.open(shard, group, collective)) < sample:
+            if sample and min(self._driver.open(shard, group, collective, self._driver.keeps)) < sample:
                 return False
             self.pushed = position.step
         return True
@@ -160,6 +161,7 @@ class GroupTables:
 
     def flush(self, group: Group, collective: Collective) -> None:
         self._driver.flush(group, collective)
+        self._driver.secure(collective)
 
     # ------------------------------------------------------------ a step
 
@@ -261,6 +263,8 @@ class GroupTables:
     def exchange(self, step: StepAttempt) -> tuple[int, bool] | None:
         try:
             self._driver.owes_nothing(step.collective)
+            if self._driver.full:
+                self._driver.secure(step.collective)
             found = self._exchange.exchange(step.collective, *self._driver.progress(step.number))
         except CollectiveError:
             return None

@@ -505,10 +505,10 @@ def _check_mode(spec: JobSpec, at: Mapping[str, str]) -> None:
             f"parity = {spec.parity!r}{at['parity']}: it protects tables on the ps, and mode allreduce has none unless "
             "ps is given; every worker is a replica"
         )
-    if spec.ps and spec.protect != "acked":
+    if spec.ps and spec.protect == "eager":
         raise ConfigError(
-            f"protect = {spec.protect!r}{at['protect']}: not in mode allreduce: nobody has what mirrors may lack; "
-            "use acked"
+            f"protect = {spec.protect!r}{at['protect']}: not in mode allreduce: use acked, or lag, with which workers "
+            "keep what mirrors may lack"
         )
     if 0 < spec.logical_workers < spec.workers:
         raise ConfigError(

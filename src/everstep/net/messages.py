@@ -291,12 +291,14 @@ class Declare(msgspec.Struct, frozen=True, tag="declare"):
 
 class OpenShard(msgspec.Struct, frozen=True, tag="open"):
     """Raise the shard's fence to ``lease`` in every partition of this ps. ``version``: of the routing; 0: whatever it
-    has. Answer: Opened | Closed | Moved."""
+    has. ``mirrored``: answer when all mirrors have everything, also where pushes do not wait for them.
+    Answer: Opened | Closed | Moved."""
 
     shard: ShardKey
     start: Whole
     lease: LeaseNo
     version: Whole = 0
+    mirrored: bool = False
 
 
 class ShardToOpen(msgspec.Struct, frozen=True, array_like=True):
@@ -726,13 +728,15 @@ class Pulled(msgspec.Struct, frozen=True, tag="pulled"):
 class Pushed(msgspec.Struct, frozen=True, tag="pushed"):
     """Counts over the addressed partitions. ``gap``: the lowest watermark of those that answered "gap" (they need
     ``[gap, lo)`` first), -1 if none. ``fenced``: this lease is over (also: shard not open, incarnation wrong).
-    ``nonfinite``: id of the table whose gradient has NaN or Inf, -1 if none; nothing was applied then."""
+    ``nonfinite``: id of the table whose gradient has NaN or Inf, -1 if none; nothing was applied then. ``mirrored``:
+    where mirrors may lag, all of them have all pushes up to the one that ended at this position of this shard."""
 
     applied: int
     repeats: int
     gap: int = -1
     fenced: bool = False
     nonfinite: int = -1
+    mirrored: tuple[ShardKey, int] = (ShardKey(0), 0)
 
 
 class Moved(msgspec.Struct, frozen=True, tag="moved"):

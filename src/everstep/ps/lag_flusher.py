@@ -7,7 +7,7 @@ lag on, while no worker asks for anything or when its turn has come; at ``DUE`` 
 is spread over the lag, and yields to pulls and pushes. A push flushes what is older than ``LATE`` lags itself
 (``Store.set_lag``), where this thread does not get to it.
 
-``confirmed`` follows: all changes that were opened up to this number are at all mirrors.
+``confirmed`` follows: all changes that were opened up to this number are at all mirrors. ``pushes`` learns from it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from everstep import faultpoints
 from everstep.ids import PartitionId
 from everstep.native import LagState, Store
 from everstep.protect.replication import PeerKey
+from everstep.ps.mirrored_pushes import MirroredPushes, SeenPush
 
 EARLY, DUE, LATE = 0.7, 0.9, 2.0
 """Shares of the lag; see above."""
@@ -62,6 +63,7 @@ class LagFlusher:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.lag_s = lag_s
+        self.pushes = MirroredPushes()
         self.bound_s = max(BOUND_LEAST_S, BOUND_LAGS * lag_s)
         self.confirmed = 0
         self.behind_s = 0.0
@@ -89,6 +91,7 @@ class LagFlusher:
 
     def look(self) -> float:
         """Return in how many seconds to look again, after flushing what is due."""
+        seen = self.pushes.newest()
         now, lag = self._now(), self._store.lag(sizes=False)
         asked = self._requests()
         idle, self._asked = asked == self._asked, asked
@@ -105,7 +108,7 @@ class LagFlusher:
             self._send()
             lag = self._store.lag(sizes=False)
         with self._lock:
-            self._advance(now, lag)
+            self._advance(now, seen, lag)
         return self._pause_s(now, lag)
 
     def _flush(self, groups: Mapping[PeerKey, Sequence[PartitionId]], now: float, due: bool) -> int:
@@ -134,16 +137,18 @@ class LagFlusher:
     def advance(self) -> tuple[int, int]:
         """See how far the mirrors are. Return up to which number they have all changes, and the newest number."""
         with self._lock:
-            return self._advance(self._now(), self._store.lag(sizes=False))
+            return self._advance(self._now(), self.pushes.newest(), self._store.lag(sizes=False))
 
-    def _advance(self, now: float, lag: LagState) -> tuple[int, int]:
-        """Return the same for ``lag``; ``_lock`` is held."""
+    def _advance(self, now: float, seen: SeenPush, lag: LagState) -> tuple[int, int]:
+        """Return the same for ``lag``, which was read after ``seen``; ``_lock`` is held."""
         ticket = self._store.outbox_ticket()  # (after what is closed was read)
+        self.pushes.made(seen, lag.opened, ticket)
         if lag.closed > (self._sent[-1][0] if self._sent else self.confirmed):
             self._sent.append((lag.closed, ticket))
         done = self._done_ticket()
         while self._sent and self._sent[0][1] <= done:
             self.confirmed = self._sent.popleft()[0]
+        self.pushes.confirmed(self.confirmed, done)
         while self._opened and self._opened[0][0] <= self.confirmed:
             self._opened.popleft()
         if lag.opened > (self._opened[-1][0] if self._opened else self.confirmed):

@@ -282,6 +282,8 @@ class PsService:
                 case machine.Stuck(why=why) | machine.MirrorDiscarded(why=why):
                     logger.warning("%s", why)
         came = any(isinstance(a, machine.Acquired) and a.how is not Arrival.NEW for a in actions)
+        if came and self.mirrors.lag is not None:
+            self.mirrors.lag.pushes.came()
         if came and self._released and not self.mirrors.machine.unheard:
             self.store.release(list(self._released))  # what came here may not have heard of them
 
@@ -481,12 +483,15 @@ class PsService:
 
     def _open(self, request: OpenShard) -> Opened | ShardClosed | Moved:
         one = ShardToOpen(request.shard, request.start, request.lease)
+        before = self.store.outbox_ticket()
         answer = self._open_all(OpenShards((one,), request.version))
         if isinstance(answer, Moved):
             return answer
         (marks,) = answer.watermarks
         if marks is None:
             return ShardClosed(LEASE_CLOSED)
+        if request.mirrored and not self._flushed(before, request.version):
+            return Moved(self.route)
         return Opened(answer.incarnation, answer.partitions, marks)
 
     def _open_all(self, request: OpenShards) -> AllOpened | Moved:
@@ -696,9 +701,20 @@ class PsService:
                 for n, span in enumerate(spans):
                     left_out = some and not span.learnt
                     self._append(partial(self._applied, token, span, done, left_out, n > 0))
-        if done.moved:
-            return None  # what was applied answers "repeat" when it is sent again
-        return Pushed(done.applied, done.repeats, done.gap, done.fenced, done.nonfinite)
+            if done.moved:
+                return None  # what was applied answers "repeat" when it is sent again
+            answer = Pushed(done.applied, done.repeats, done.gap, done.fenced, done.nonfinite)
+            return self._with_mirrors(request, answer)
+
+    def _with_mirrors(self, request: Push, answer: Pushed) -> Pushed:
+        """Return ``answer`` with what mirrors that may lag have; no partition may come here meanwhile."""
+        lag = self.mirrors.lag
+        if lag is None:
+            return answer
+        if (answer.applied or answer.repeats) and answer.gap < 0 and not answer.fenced and not request.partitions:
+            last = request.more[-1] if request.more else request.token
+            lag.pushes.pushed((last.shard, last.hi))
+        return msgspec.structs.replace(answer, mirrored=lag.pushes.told)
 
     def _applied(
         self, token: Token, span: Span, done: PushResult, left_out: bool, joined: bool, seq: int, at: float
@@ -746,11 +762,13 @@ class PsService:
             if request.last:
                 self.store.initialise(part.table)
         # Nobody makes first rows once more: also where pushes do not wait for mirrors, these do.
+        return LogTaken() if self._flushed(before, request.version, deadline) else Moved(self.route)
+
+    def _flushed(self, before: int, version: int, deadline: float = 0.0) -> bool:
+        """Send mirrors all that they lack, and wait until they have it. False: that can not be said."""
         if self.mirrors.lag is not None:
             self.store.flush_older(0.0, self.store.n_partitions)
-        if not self._mirrored(before, b"", request.version, deadline):
-            return Moved(self.route)
-        return LogTaken()
+        return self._mirrored(before, b"", version or self.route, deadline or time.monotonic() + self.wait_s)
 
     def _scan(self, request: Scan) -> Reply:
         width = 8 + 4 * (self.store.dim(request.table) + self.store.state_floats(request.table))

@@ -10,6 +10,11 @@ owed any more. So whoever is lost, somebody has what it did not push, and nothin
 - So after a newer map: where a partition went, what it has is for its watermark to say.
 - Where a step's rows are waited for too long, whoever waits takes over what others should have pushed.
 
+Where mirrors may lag (``protect: lag``), a ps that is lost may come back without steps that it has acknowledged. So a
+step is *kept* until all mirrors have it, too, and whoever pushed it owes it until then. Each answer of a ps says up to
+which push its mirrors have everything (``Pushed.mirrored``); a ps that a member does not go on pushing to is asked
+(``Open.mirrored``). Nothing is computed again: what a partition lacks is what the members still hold.
+
 A ps applies an interval only at its watermark, so a step is there once, whoever sends it, and steps are in order. The
 interval lies in one shard per epoch: all of its positions (``table_shard``).
 
@@ -31,7 +36,8 @@ from everstep.model.shard import Span, Token, shard_key
 from everstep.net.messages import Pushed
 
 HELD_MAX = 4
-"""Committed steps that are not consumed; two are usual. More: somebody does not get rid of what it owes."""
+"""Committed steps that are not consumed; two are usual. More: somebody does not get rid of what it owes. (Not where
+steps are kept until mirrors have them.)"""
 
 
 def table_shard(dataset: int, epoch: int) -> ShardKey:
@@ -124,12 +130,14 @@ class Owed:
 
 @dataclass(frozen=True)
 class Open:
-    """Open ``shard`` at ``ps``, then say ``opened``. ``life`` goes into the answer."""
+    """Open ``shard`` at ``ps``, then say ``opened``, with its lowest watermark there. ``life`` goes into the answer.
+    ``mirrored``: it is to be answered when all mirrors have what the ps has."""
 
     ps: Slot
     shard: ShardKey
     lease: LeaseNo
     life: int
+    mirrored: bool = False
 
 
 @dataclass(frozen=True)
@@ -160,14 +168,15 @@ Action = Open | Send | Again
 class _HeldSteps:
     owed: Owed
     waiting: set[Slot] = field(default_factory=set)
+    lagging: set[Slot] = field(default_factory=set)  # they have it, and mirrors may lack it
     confirmed: bool = False  # everybody in the group knows that it is committed
 
 
 class StepPushes:
-    """See the top of this file. One per process; one request at a time to each ps."""
+    """See the top of this file. One per process; one request at a time to each ps. ``keeps``: mirrors may lag."""
 
-    def __init__(self, worker: Slot, incarnation: Incarnation) -> None:
-        self.worker, self.incarnation = worker, incarnation
+    def __init__(self, worker: Slot, incarnation: Incarnation, keeps: bool = False) -> None:
+        self.worker, self.incarnation, self.keeps = worker, incarnation, keeps
         self.lease = LeaseNo(0)  # of the generation that this process is in; 0: none
         self.stale = False  # a later lease is out: somebody is in a newer generation
         self.gaps = 0  # answers in a row that a ps lacks what is before
@@ -175,12 +184,15 @@ class StepPushes:
         self._life = 0  # of map and lease: answers to what was asked before it do not count
         self._servers: dict[Slot, Incarnation] = {}
         self._held: list[_HeldSteps] = []  # in order of steps
-        self._open: dict[Slot, set[ShardKey]] = {}
+        self._open: dict[Slot, dict[ShardKey, int]] = {}  # and the lowest watermark of each shard there
         self._busy: set[Slot] = set()
+        self._mine: set[Slot] = set()  # it goes on pushing to these, so that their answers tell of their mirrors
+        self._asked: dict[Slot, list[_HeldSteps]] = {}  # what mirrors have when the ps says that they have everything
 
     def __repr__(self) -> str:
-        steps = ", ".join(f"{h.owed.step}: {sorted(h.waiting)}" for h in self._held)
-        return f"<StepPushes lease {self.lease}{' stale' if self.stale else ''} owes {{{steps}}}>"
+        steps = ", ".join(f"{h.owed.step}: {sorted(h.waiting)}" for h in self._held if h.waiting or not h.confirmed)
+        kept = f", keeps {len(self._held)}" if self.keeps else ""
+        return f"<StepPushes lease {self.lease}{' stale' if self.stale else ''} owes {{{steps}}}{kept}>"
 
     # ------------------------------------------------------------ views
 
@@ -191,11 +203,21 @@ class StepPushes:
     @property
     def owes_from(self) -> int | None:
         """Return the first step of which this member has not done its part."""
-        return next((h.owed.step for h in self._held if h.waiting or not h.confirmed), None)
+        return next((h.owed.step for h in self._held if self._is_owed(h)), None)
 
     @property
     def owes(self) -> bool:
+        """Return whether a ps has not acknowledged something. (Mirrors may lack more.)"""
         return any(h.waiting for h in self._held)
+
+    @property
+    def lags(self) -> bool:
+        """Return whether mirrors may lack something that this member pushed."""
+        return any(h.lagging for h in self._held)
+
+    def waits(self, owed: Owed) -> bool:
+        """Return whether a ps has still to acknowledge it to this member."""
+        return any(h.waiting for h in self._held if h.owed == owed)
 
     # ------------------------------------------------------------ what happens
 
@@ -223,14 +245,16 @@ class StepPushes:
     def committed(self, step: int, route: int, mine: Collection[Slot]) -> list[Action]:
         """Everybody in the group knows that ``step``, which is held, is committed. ``mine``: the ps that this member is
         to push it to by the map ``route``, which everybody had; with another one by now it is all of them."""
+        self._mine = set(mine) & self._servers.keys() if route == self.route else set()
         for h in self._held:
             if h.owed.step == step:
                 h.confirmed = True
-                h.waiting |= self._servers.keys() if route != self.route else set(mine) & self._servers.keys()
+                h.waiting |= self._mine if route == self.route else self._servers.keys()
         return self._next_all()
 
     def take_over(self) -> list[Action]:
         """Push for another member that should have pushed and seems to be lost."""
+        self._open.clear()  # (what is there already, the watermarks say)
         for h in self._held:
             if h.confirmed:
                 h.waiting |= self._servers.keys()
@@ -242,6 +266,11 @@ class StepPushes:
         self._held = [h for h in self._held if h.owed.step >= before]
         return gone
 
+    def settle(self) -> list[Action]:
+        """Ask all ps until mirrors have what this member pushed: it has too much, or is through."""
+        self._mine = set()
+        return self._next_all()
+
     def void(self) -> list[Owed]:
         """Drop what is held: the state that these steps led to is lost everywhere; what the ps have of them stays.
         Returns what was held."""
@@ -251,15 +280,17 @@ class StepPushes:
 
     # ------------------------------------------------------------ answers
 
-    def opened(self, ps: Slot, shard: ShardKey, life: int, ok: bool) -> list[Action]:
-        """``ok``: the shard is open under our lease; else a later one was there."""
+    def opened(self, ps: Slot, shard: ShardKey, life: int, ok: bool, mark: int = 0) -> list[Action]:
+        """``ok``: the shard is open under our lease; else a later one was there. ``mark``: its lowest watermark."""
         if life != self._life:
             return []
         self._busy.discard(ps)
         if not ok:
             self.stale = True
             return []
-        self._open.setdefault(ps, set()).add(shard)
+        self._open.setdefault(ps, {})[shard] = mark
+        for h in self._asked.pop(ps, ()):
+            h.lagging.discard(ps)
         return self._next(ps)
 
     def pushed(self, ps: Slot, owed: Owed, life: int, answer: Pushed) -> list[Action]:
@@ -267,7 +298,8 @@ class StepPushes:
             return []
         self._busy.discard(ps)
         if answer.fenced:  # not open there, or a later lease is: opening it tells
-            self._open.get(ps, set()).difference_update(owed.shards)
+            for shard in owed.shards:
+                self._open.get(ps, {}).pop(shard, None)
             return self._next(ps)
         if answer.gap >= 0:  # another member has what is missing, and pushes it now
             self.gaps += 1
@@ -276,7 +308,8 @@ class StepPushes:
         self.gaps = 0
         for h in self._held:
             if h.owed == owed:
-                h.waiting.discard(ps)
+                self._acknowledged(h, ps)
+        self._learn(ps, *answer.mirrored)
         return self._next(ps)
 
     def again(self, ps: Slot, life: int) -> list[Action]:
@@ -287,11 +320,28 @@ class StepPushes:
 
     # ------------------------------------------------------------ inside
 
+    def _is_owed(self, h: _HeldSteps) -> bool:
+        return bool(h.waiting or h.lagging or not h.confirmed)
+
+    def _acknowledged(self, h: _HeldSteps, ps: Slot) -> None:
+        h.waiting.discard(ps)
+        if self.keeps:
+            h.lagging.add(ps)
+
+    def _learn(self, ps: Slot, shard: ShardKey, position: int) -> None:
+        """All mirrors have what was pushed to ``ps`` up to a position: pushes to one ps are in order."""
+        ends = [(i, h.owed) for i, h in enumerate(self._held) if h.owed.shard == shard and h.owed.hi <= position]
+        for h in self._held[: ends[-1][0] + 1] if ends else ():
+            h.lagging.discard(ps)
+
     def _anew(self) -> list[Action]:
         self._life += 1
         self._busy.clear()
         self._open.clear()
+        self._asked.clear()
+        self._mine = set()
         for h in self._held:
+            h.lagging.clear()
             if h.confirmed:
                 h.waiting = set(self._servers)
         return self._next_all()
@@ -302,17 +352,34 @@ class StepPushes:
     def _next(self, ps: Slot) -> list[Action]:
         if ps in self._busy or self.stale or not self.lease or ps not in self._servers:
             return []
-        owed = next((h.owed for h in self._held if ps in h.waiting), None)
-        if owed is None:
+        marks = self._open.setdefault(ps, {})
+        for h in self._held:
+            if ps not in h.waiting:
+                continue
+            if all(marks.get(r.shard, -1) >= r.hi for r in h.owed.ranges):
+                self._acknowledged(h, ps)  # all of its partitions have it
+                continue
+            self._busy.add(ps)
+            for shard in h.owed.shards:
+                if shard not in marks:
+                    return [Open(ps, shard, self.lease, self._life)]
+            return [self._send(ps, h.owed)]
+        return self._ask_mirrors(ps)
+
+    def _ask_mirrors(self, ps: Slot) -> list[Action]:
+        """Ask a ps that has everything whether its mirrors have, too, if no answer to a push will say so."""
+        lagging = [h for h in self._held if ps in h.lagging] if ps not in self._mine else []
+        if not lagging:
             return []
         self._busy.add(ps)
-        for shard in owed.shards:
-            if shard not in self._open.get(ps, set()):
-                return [Open(ps, shard, self.lease, self._life)]
+        self._asked[ps] = lagging
+        return [Open(ps, lagging[-1].owed.shard, self.lease, self._life, True)]
+
+    def _send(self, ps: Slot, owed: Owed) -> Send:
         first, *others = owed.ranges
         token = Token(first.shard, first.lo, first.hi, self.lease, self._servers[ps], self.worker, self.incarnation)
         more = tuple(Span(r.shard, r.lo, r.hi, self.lease, r.learnt) for r in others)
-        return [Send(ps, owed, token, self._life, more, not first.learnt)]
+        return Send(ps, owed, token, self._life, more, not first.learnt)
 
 
 def pusher_of(position: int, size: int) -> int:
