@@ -12,6 +12,7 @@ from everstep.config.load import (
     FORMAT,
     check_policy_module,
     check_script,
+    check_spec,
     load_spec,
     new_run_dir,
     parse_host_port,
@@ -270,10 +271,17 @@ def test_mirrors_that_may_lag() -> None:
     refused(None, {"protect": "lag"}, {}, "protect = 'lag' (--protect)", "no mirrors", "parity K+M")
     refused(None, {"protect_lag": "3s"}, {}, "protect_lag = '3s' (--protect-lag)", "needs protect: lag")
     for consistency in ("sync", "sync:1"):
-        words = (f"consistency {consistency}", "use acked")
-        refused(None, {**lag, "workers": 3, "consistency": consistency}, {}, "protect = 'lag' (--protect)", *words)
+        said: list[str] = []
+        flags = {**lag, "workers": 3, "consistency": consistency, "protect_lag": "9s"}
+        spec, _ = load_spec(None, flags, {}, said.append)
+        assert (spec.protect, spec.protect_lag) == ("acked", "4s")
+        (line,) = said
+        assert "protect = 'lag' (--protect)" in line and f"consistency {consistency}" in line and "acked" in line
+        with pytest.raises(ConfigError, match="use acked"):
+            check_spec(JobSpec(**flags))
     hybrid = {**lag, "mode": "allreduce", "workers": 2}
-    refused(None, hybrid, {}, "protect = 'lag' (--protect)", "not in mode allreduce", "use acked")
+    assert load_spec(None, hybrid, {})[0].protect == "lag"
+    refused(None, {**hybrid, "protect": "eager"}, {}, "protect = 'eager' (--protect)", "not in mode allreduce", "lag")
     often = {**lag, "protect_lag": "20s", "checkpoint_every": "10s"}
     refused(None, often, {}, "protect_lag = '20s' (--protect-lag)", "checkpoint_every = '10s'", "at most 10 s")
     assert load_spec(None, {**often, "checkpoint_every": "20s"}, {})[0].protect_lag == "20s"

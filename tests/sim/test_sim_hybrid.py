@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from everstep.sim.group import GroupScenario
-from everstep.sim.hybrid import hybrid_scenario, simulate_hybrid
+from everstep.sim.hybrid import HybridSimulation, hybrid_lag_scenario, hybrid_scenario, simulate_hybrid
 from everstep.sim.mutations import Mutation
-from everstep.sim.mutations_hybrid import HYBRID_MUTATIONS, hybrid
+from everstep.sim.mutations_hybrid import HYBRID_LAG_MUTATIONS, HYBRID_MUTATIONS, hybrid, hybrid_lag
 from planted import must_be_caught, planted_bugs, recorded_for_all
 from seeds import amounts
 
@@ -26,6 +26,21 @@ def test_seeds(seeds: int) -> None:
         except Exception as error:
             error.add_note(f"repeat with: python -m everstep.sim --mix hybrid --seed {seed} --trace")
             raise
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("seeds", amounts(40, 1000))
+def test_seeds_with_mirrors_that_lag(seeds: int) -> None:
+    held = replayed = 0
+    for seed in range(seeds):
+        sim = HybridSimulation(seed, hybrid_lag_scenario(seed))
+        try:
+            sim.run_traced(None)
+        except Exception as error:
+            error.add_note(f"repeat with: python -m everstep.sim --mix hybrid-lag --seed {seed} --trace")
+            raise
+        held, replayed = max(held, sim.most_held), replayed + sim.replayed
+    assert held > 20 and replayed > 500, "steps are kept, and mirrors lack some when a ps is lost"
 
 
 def test_a_calm_run_and_its_repetition() -> None:
@@ -47,5 +62,12 @@ def test_planted_bug_is_caught(mutation: Mutation, searched: bool) -> None:
     must_be_caught("hybrid", mutation, searched, hybrid)
 
 
+@pytest.mark.timeout(300)
+@planted_bugs(HYBRID_LAG_MUTATIONS)
+def test_planted_bug_with_mirrors_that_lag_is_caught(mutation: Mutation, searched: bool) -> None:
+    must_be_caught("hybrid-lag", mutation, searched, hybrid_lag)
+
+
 def test_every_bug_has_a_name_and_seeds() -> None:
     recorded_for_all("hybrid", HYBRID_MUTATIONS)
+    recorded_for_all("hybrid-lag", HYBRID_LAG_MUTATIONS)

@@ -15,6 +15,7 @@ waits for a step; ``IterationSteps`` has what the script stepped with and sees b
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -42,6 +43,11 @@ from everstep.native import isfinite_all
 from everstep.policies.step_split import StepCut
 from everstep.tables.step_pushes import Owed, table_shard
 from everstep.tables.stepped_rows import Stepped
+
+_LACKING_S = 60.0
+"""So long members try to push what a ps lacks that has come back without it."""
+
+_AGAIN_S = 0.05
 
 _NO_RENORM = (
     "changes rows in forward, and in mode allreduce only optimizers change a table on the ps: leave it out, "
@@ -92,30 +98,40 @@ class GroupTables:
         where = collective, position.dataset, cut.epoch
         if where == self._surveyed and cut.lo != self._stop:
             return self._stop
-        self._driver.flush(group, collective)
-        collective.gather([0])  # what the others still had to push is there as well
-        if not self._driver.keeps:
-            self.pushed = position.step
         shard = table_shard(position.dataset, cut.epoch)
-        marks = {
-            of: self._driver.open(of, group, collective)
-            for of in dict.fromkeys((*self.carried.held_back.shards, shard))
-        }
-        ahead = min((m for m in marks[shard] if m > cut.lo), default=0)
-        crossed = self.carried.held_back.crossed(marks)  # (all members hold the same back: it is a part of the state)
         carries = any(t.has_grad for t in self.tables.batches.values())
-        words = collective.gather([ahead, min(marks[shard]), int(carries), int(crossed)])
+        limit = time.monotonic() + _LACKING_S
+        while True:
+            self._driver.flush(group, collective)
+            collective.gather([0])  # what the others still had to push is there as well
+            if not self._driver.keeps:
+                self.pushed = position.step
+            marks = {
+                of: self._driver.open(
+                    of, group, collective, self._driver.keeps
+                )  # (so that mirrors know the lease, too)
+                for of in dict.fromkeys((*self.carried.held_back.shards, shard))
+            }
+            ahead = min((m for m in marks[shard] if m > cut.lo), default=0)
+            crossed = self.carried.held_back.crossed(marks)  # (all members hold the same back: it is part of the state)
+            over = time.monotonic() > limit or not self._driver.keeps
+            words = collective.gather([ahead, min(marks[shard]), int(carries), int(crossed), int(over)])
+            lowest, begin = min(word[1] for word in words), self.carried.held_back.begin(shard, cut.lo)
+            if lowest >= begin:
+                break
+            if any(word[4] for word in words):
+                raise _lacking(cut.epoch, lowest, begin)
+            time.sleep(_AGAIN_S)  # a ps was lost between: what its mirrors lack is pushed when its new life is known
         if len({word[2] for word in words}) > 1:
             self.carried.share(collective, [word[2] for word in words])
-        lowest, begin = min(word[1] for word in words), self.carried.held_back.begin(shard, cut.lo)
-        if lowest < begin:
-            raise _lacking(cut.epoch, lowest, begin)
         self._stop = min((word[0] for word in words if word[0]), default=0)
         self._surveyed = where
         if any(word[3] for word in words):
             self._cut_held_back(position, cut.lr_factor)
             self._show_since(shard, cut.lo)
             self._driver.flush(group, collective)
+        elif self._driver.keeps:
+            self.pushed = position.step
         return self._stop
 
     def _follow(self, group: Group) -> None:

@@ -172,8 +172,25 @@ def load_spec(
         values["strategy"] = strategy_of(batch, batch_at, values, origins)
         origins["strategy"] = f"{batch_at}: {GLOBAL_BATCH}"
     spec = JobSpec(**values)
+    if falls_back(spec):
+        where = f"protect = 'lag' ({origins['protect']})"
+        tell(
+            f"{where}: with consistency {spec.consistency} the batches of a lost ps cannot be computed again, for all "
+            "steps since were made from them; protect: acked is taken"
+        )
+        spec = msgspec.structs.replace(spec, protect="acked", protect_lag=JobSpec().protect_lag)
     check_spec(spec, origins)
     return spec, origins
+
+
+def falls_back(spec: JobSpec) -> bool:
+    """Return whether a job that asks for mirrors that may lag gets ``acked``: in mode ps, what mirrors lack is computed
+    again after a loss, from later parameters, and with consistency sync every step since depends on it."""
+    try:
+        sync = parse_consistency(spec.consistency).kind == "sync"
+    except ValueError:
+        return False  # (refused)
+    return spec.mode == "ps" and spec.protect == "lag" and sync
 
 
 def strategy_of(batch: str, batch_at: str, values: Mapping[str, Any], origins: Mapping[str, str]) -> str:
@@ -272,7 +289,7 @@ def _check_lag(spec: JobSpec, at: Mapping[str, str]) -> None:
     what = f"protect = 'lag'{at['protect']}"
     if spec.parity in ("", "0"):
         raise ConfigError(f"{what}: there are no mirrors that could lag; give parity K+M, or leave it out")
-    if parse_consistency(spec.consistency).kind == "sync":
+    if falls_back(spec):
         raise ConfigError(
             f"{what}: not with consistency {spec.consistency}: after a loss, batches of steps that all have made would "
             "be computed again, from later parameters; use acked"

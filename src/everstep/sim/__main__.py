@@ -6,6 +6,7 @@
 --record FILE          plant each bug (or --mutation NAME) and write three seeds that find it to this JSON file
 --mix group            runs of mode allreduce: workers, masters and nodes are lost, stopped, cut off, scaled, drained
 --mix hybrid           as group, with tables on ps to which committed steps are pushed
+--mix hybrid-lag       as hybrid, with mirrors that lag and ps that are lost
 --mix resume           as ps; besides, the whole job ends and another goes on from a checkpoint, on other numbers
 --mix paced            runs of consistency sync and bounded
 --mix suspend          jobs that are suspended, by hand and by themselves, and go on in the same journal
@@ -28,10 +29,10 @@ from pathlib import Path
 from typing import Any
 
 from everstep.sim.group import group_scenario, simulate_group
-from everstep.sim.hybrid import hybrid_scenario, simulate_hybrid
+from everstep.sim.hybrid import hybrid_lag_scenario, hybrid_scenario, simulate_hybrid
 from everstep.sim.mutations import MUTATIONS, Mutation, catch, planted
 from everstep.sim.mutations_group import GROUP_MUTATIONS
-from everstep.sim.mutations_hybrid import HYBRID_MUTATIONS
+from everstep.sim.mutations_hybrid import HYBRID_LAG_MUTATIONS, HYBRID_MUTATIONS
 from everstep.sim.mutations_lag import LAG_MUTATIONS
 from everstep.sim.mutations_machines import MACHINE_MUTATIONS
 from everstep.sim.mutations_paced import PACED_MUTATIONS
@@ -53,6 +54,7 @@ MIXES: dict[str, tuple[Callable[[int], Any], tuple[Mutation, ...], Callable[...,
     "resume": (resume_scenario, RESUME_MUTATIONS, simulate_resume),
     "suspend": (suspend_scenario, (), simulate_suspend),
     "hybrid": (hybrid_scenario, HYBRID_MUTATIONS, simulate_hybrid),
+    "hybrid-lag": (hybrid_lag_scenario, HYBRID_LAG_MUTATIONS, simulate_hybrid),
     "group": (group_scenario, GROUP_MUTATIONS, simulate_group),
 }
 

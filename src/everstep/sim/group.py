@@ -88,6 +88,7 @@ class GroupScenario(Scenario, frozen=True, kw_only=True, rename={"partitions": "
     at_entry: bool = False  # workers of several processes: a newcomer copies the state when it enters
     kill_chief: bool = False  # the first chief dies as soon as it knows that it is
     accumulate: int = 1  # steps whose gradients of tables are one step of these (``sim.hybrid``)
+    lag_s: float = 0.0  # mirrors of the ps may be so far behind, and ps are lost (``sim.hybrid``)
 
     def spec(self) -> JobSpec:
         return JobSpec(

@@ -4,12 +4,15 @@ The group is that of ``sim.group``; ``tables.step_pushes`` is the machine under 
 (``api.group_tables``): rows are exchanged before the vote, a barrier follows the vote, each ps is served by one member,
 and the others hold what it needs. The ps are ledgers that live on; the way to them loses, repeats and delays messages.
 In some runs the script steps its tables in every second or third step only.
+
+Where mirrors lag (``lag_s``), ps are lost, too: a new life begins with what the mirrors of each partition had. Members
+keep steps until a ps has said that its mirrors have them (``ps.mirrored_pushes``, the real one).
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,9 +23,10 @@ from everstep.allreduce.group_machine import GroupMachine
 from everstep.ids import Incarnation, LeaseNo, PartitionId, ShardKey, Slot
 from everstep.model.group import Committed
 from everstep.model.shard import split_key
-from everstep.native.ledger import PushLedger
+from everstep.native.ledger import PushLedger, bitmap_partitions
 from everstep.net.messages import Pushed
 from everstep.policies.step_split import StepCut as StepCut
+from everstep.ps.mirrored_pushes import NOTHING, MirroredPushes, SeenPush
 from everstep.sim.group import GroupScenario, GroupSimulation, GroupWorker, Ring, group_scenario
 from everstep.sim.kernel import SimProcess, Violation
 from everstep.sim.simulation import Parts, SimOutcome
@@ -43,7 +47,9 @@ from everstep.tables.step_pushes import (
 SERVERS = 2
 PARTITIONS = 3
 OVERDUE_S = 0.4  # a request to a ps without an answer is said again
-ROUTE = 1  # the only map
+Marks = dict[int, list[int]]  # of a partition: watermark and fence, by shard
+TRIES = 200  # surveys that find a ps without what the group has, in a row
+FULL = 0.02  # share of the steps before which a member waits for mirrors
 WAIT_S = 1.0  # who waits for its own pushes so long takes over those of others, too
 
 
@@ -52,11 +58,23 @@ class TablePs(SimProcess):
 
     def __init__(self, sim: HybridSimulation, slot: Slot) -> None:
         super().__init__(sim.kernel, f"ps:{slot}.1", "node0")
-        self.sim, self.slot = sim, slot
-        self.ledger: PushLedger = sim.parts.ledger(PARTITIONS, [b for b in range(PARTITIONS) if b % SERVERS == slot])
+        self.sim, self.slot, self.incarnation = sim, slot, Incarnation(1)
+        self.mine = [b for b in range(PARTITIONS) if b % SERVERS == slot]
+        self.ledger: PushLedger = sim.parts.ledger(PARTITIONS, self.mine)
+        self.pushes = MirroredPushes()
+        self.safe: dict[int, Marks] = {b: {} for b in self.mine}  # what mirrors have
+        self.opened: dict[int, int] = {}  # by partition: number of its open change
+        self.changes = 0
+        if sim.lag_s:
+            self.later(sim.lag_s * self.kernel.random(), self.flush)
 
-    def on_open(self, worker: HybridWorker, request: int, shard: ShardKey, lease: LeaseNo) -> None:
+    def on_open(
+        self, worker: HybridWorker, request: int, shard: ShardKey, lease: LeaseNo, mirrored: bool = False
+    ) -> None:
         answer = self.ledger.open(shard, 0, lease)
+        if mirrored:
+            self.arrived(self.marks(self.mine), Incarnation(self.incarnation))
+            self.opened.clear()
         self.sim.net.send(self, worker, worker.answered, request, answer)
 
     def on_push(
@@ -68,10 +86,59 @@ class TablePs(SimProcess):
         lineage: int,
     ) -> None:
         token, more = send.token, [(s.shard, s.lo, s.hi, s.lease, s.learnt) for s in send.more]
+        if token.ps_incarnation != self.incarnation:
+            return  # (whoever sent it hears of the new life)
         r = self.ledger.push(token.shard, token.lo, token.hi, token.lease, b"", send.skipped, more)
         if r.applied:
-            self.sim.reached(self.slot, lineage, send.owed, content, worker)
-        self.sim.net.send(self, worker, worker.answered, request, Pushed(r.applied, r.repeats, r.gap, r.fenced))
+            applied = bitmap_partitions(r.partitions) or self.mine
+            self.sim.reached(self.slot, applied, lineage, send.owed, content, worker)
+            for b in applied:
+                if b not in self.opened:
+                    self.changes += 1
+                    self.opened[b] = self.changes
+        if r.gap < 0 and not r.fenced:
+            last = more[-1] if more else (token.shard, token.lo, token.hi)
+            self.pushes.pushed((ShardKey(last[0]), last[2]))
+        told = self.pushes.told if self.sim.lag_s else NOTHING
+        answer = Pushed(r.applied, r.repeats, r.gap, r.fenced, mirrored=told)
+        self.sim.net.send(self, worker, worker.answered, request, answer)
+
+    # ------------------------------------------------------------ mirrors that lag
+
+    def marks(self, partitions: Iterable[int]) -> dict[int, Marks]:
+        return {b: {of: list(found) for of, found in self.ledger.partitions[b].shards.items()} for b in partitions}
+
+    def flush(self) -> None:
+        """Send mirrors of some partitions what they lack. It arrives a little later, unless the ps is lost first."""
+        rng = self.kernel.rng
+        seen, sent = self.pushes.newest(), self.marks(b for b in self.mine if rng.random() < 0.8)
+        for b in sent:
+            self.opened.pop(b, None)
+        closed = min(self.opened.values(), default=self.changes + 1) - 1
+        self.later(rng.choice([0.001, 0.05, 0.3]) * rng.random(), self.looks, seen, closed, sent, self.incarnation)
+        self.later(self.sim.lag_s * (0.5 + 0.5 * rng.random()), self.flush)
+
+    def looks(self, seen: SeenPush, closed: int, sent: dict[int, Marks], life: Incarnation) -> None:
+        if life == self.incarnation:
+            self.arrived(sent, life)
+            self.pushes.made(seen, self.changes, 0)
+            self.pushes.confirmed(closed, 0)
+
+    def arrived(self, sent: dict[int, Marks], life: Incarnation) -> None:
+        """Mirrors have this; what was sent earlier may come later, and is nothing new then."""
+        for b, marks in sent.items():
+            for shard, (mark, fence) in marks.items():
+                known = self.safe[b].setdefault(shard, [0, 0])
+                known[:] = max(known[0], mark), max(known[1], fence)
+
+    def lose(self) -> None:
+        """Begin another life, with what the mirrors had."""
+        self.incarnation = Incarnation(self.incarnation + 1)
+        self.ledger = self.sim.parts.ledger(PARTITIONS, self.mine)
+        for b in self.mine:
+            self.ledger.partitions[b].shards = {of: list(found) for of, found in self.safe[b].items()}
+        self.opened.clear()
+        self.pushes.came()
 
 
 class HybridWorker(GroupWorker):
@@ -82,7 +149,9 @@ class HybridWorker(GroupWorker):
     def __init__(self, sim: Any, slot: Slot, incarnation: Incarnation, node: str) -> None:
         super().__init__(sim, slot, incarnation, node)
         self.hsim: HybridSimulation = sim
-        self.pushes = self.pushes_class(slot, incarnation)
+        self.pushes = self.pushes_class(slot, incarnation, sim.lag_s > 0)
+        self.tries = 0
+        self.route = -1  # that all had at the exchange of this step; -1: they had different ones
         self.requests = 0
         self.asked_ps: dict[int, tuple[float, TablePs, str, tuple[Any, ...], Callable[[Any], None]]] = {}
         self.voting = False
@@ -98,9 +167,17 @@ class HybridWorker(GroupWorker):
         self.lineage_of_held: int | None = None
         self.pushed = 0
         self.waits_for_ps = 0.0
-        self.feed(self.pushes.placed(ROUTE, {ps.slot: Incarnation(1) for ps in sim.ps.values()}))
+        self.placed()
 
     # ------------------------------------------------------------ requests to the ps
+
+    def placed(self) -> None:
+        """Hear of the newest map. What was sent to a life that is over is never answered."""
+        lives = {ps.slot: ps.incarnation for ps in self.hsim.ps.values()}
+        for number, (_, ps, handler, args, _) in list(self.asked_ps.items()):
+            if handler == "on_push" and args[0].token.ps_incarnation != lives[ps.slot]:
+                del self.asked_ps[number]
+        self.feed(self.pushes.placed(self.hsim.route, lives))
 
     def request(self, ps: TablePs, handler: str, args: tuple[Any, ...], then: Callable[[Any], None]) -> None:
         self.requests += 1
@@ -136,7 +213,7 @@ class HybridWorker(GroupWorker):
                 self.request(
                     ps,
                     "on_open",
-                    (a.shard, a.lease),
+                    (a.shard, a.lease, a.mirrored),
                     lambda found, a=a: self.opened(a, found),  # type: ignore[misc]
                 )
             else:
@@ -145,7 +222,8 @@ class HybridWorker(GroupWorker):
                 self.request(ps, "on_push", what, lambda found, s=s: self.landed(s, found))  # type: ignore[misc]
 
     def opened(self, action: Open, found: Any) -> None:
-        self.feed(self.pushes.opened(action.ps, action.shard, action.life, found is not None))
+        mark = min(found[1], default=0) if found is not None else 0
+        self.feed(self.pushes.opened(action.ps, action.shard, action.life, found is not None, mark))
 
     def landed(self, action: Send, found: Pushed) -> None:
         self.feed(self.pushes.pushed(action.ps, action.owed, action.life, found))
@@ -163,6 +241,12 @@ class HybridWorker(GroupWorker):
             return False
         self.waits_for_ps = (self.waits_for_ps or self.kernel.now) if self.pushes.owes else 0.0
         return not self.pushes.owes
+
+    def secured(self) -> bool:
+        """Return whether mirrors have all that this member pushed."""
+        if self.pushes.lags:
+            self.feed(self.pushes.settle())
+        return not self.pushes.lags
 
     # ------------------------------------------------------------ before a step
 
@@ -183,7 +267,7 @@ class HybridWorker(GroupWorker):
             self.stage = ring, ""
         if cut is None:
             self.feed(self.pushes.entered(group.lease))
-            return self.clear_of_debts()
+            return self.clear_of_debts() and self.secured()
         if self.known == (ring, cut.epoch) and (cut.lo != self.stop or cut.lo == self.surveyed_at):
             return True
         stage = self.stage[1]
@@ -198,7 +282,7 @@ class HybridWorker(GroupWorker):
             for shard in self.to_open(cut):
                 for ps in self.hsim.ps.values():
                     marked = partial(self.marked, ring, ps, shard)
-                    self.request(ps, "on_open", (shard, group.lease), marked)
+                    self.request(ps, "on_open", (shard, group.lease, self.pushes.keeps), marked)
         elif stage == "opening" and len(self.marks) == SERVERS * len(self.to_open(cut)):
             by_shard = {
                 shard: [mark for (_, of), found in self.marks.items() if of == shard for mark in found]
@@ -247,7 +331,8 @@ class HybridWorker(GroupWorker):
     # ------------------------------------------------------------ a step
 
     def gradients(self, step: tuple[Committed, StepCut]) -> None:
-        if not self.clear_of_debts():
+        full = self.pushes.keeps and self.kernel.random() < FULL
+        if not self.clear_of_debts() or (full and not self.secured()):
             if self.machine.whole:
                 ring = self.ring
                 self.phase = "computing"
@@ -257,7 +342,7 @@ class HybridWorker(GroupWorker):
                 self.pump()
             return
         owes = self.pushes.owes_from
-        self.post("words", step[0].first if owes is None else owes)
+        self.post("words", (step[0].first if owes is None else owes, self.pushes.route))
 
     def on_result(self, ring: Ring, kind: str, values: list[Any]) -> None:
         if kind not in ("words", "flush", "survey", "beside"):
@@ -273,27 +358,38 @@ class HybridWorker(GroupWorker):
         self.phase = "out"
         if kind == "words":
             assert self.step is not None
-            self.pushes.consumed(min(values))
-            if len(self.pushes.held) > HELD_MAX:
+            self.pushed, routes = min(owes for owes, _ in values), {route for _, route in values}
+            self.route = routes.pop() if len(routes) == 1 else -1
+            self.pushes.consumed(self.pushed)
+            self.hsim.most_held = max(self.hsim.most_held, len(self.pushes.held))
+            if not self.pushes.keeps and len(self.pushes.held) > HELD_MAX:
                 raise Violation(f"{self}: {self.pushes!r} holds too much")
-            self.pushed = min(values)
             self.post("reduce", self.step)
             return
         if kind == "flush":
-            self.stage, self.pushed = (ring, "flushed"), self.position.step
+            self.stage = ring, "flushed"
+            if not self.pushes.keeps:
+                self.pushed = self.position.step
         elif kind == "survey":
             lowest, lo, epoch = min(v[1] for v in values), values[0][2], values[0][3]
             begin = self.held_back.begin(table_shard(0, epoch), lo)
             if lowest < begin:
-                raise Violation(
-                    f"a ps is at {lowest} of epoch {epoch}, the group at {begin}: nobody has what is between"
-                )
+                self.tries += 1
+                if not self.pushes.keeps or self.tries > TRIES:
+                    raise Violation(
+                        f"a ps is at {lowest} of epoch {epoch}, the group at {begin}: nobody has what is between"
+                    )
+                self.stage = ring, ""  # a ps was lost meanwhile: what its mirrors lack is pushed first
+                self.later(0.05, self.pump)
+                return
+            self.tries = 0
             self.stop = min((v[0] for v in values if v[0]), default=0)
             if any(v[4] for v in values):
                 self.cut_held_back()
                 self.known, self.stage = (None, -1), (ring, "")  # (flushed again, and looked at)
             else:
                 self.known, self.surveyed_at, self.stage = (ring, epoch), lo, (ring, "")
+                self.pushed = self.position.step
         elif self.beside is not None:
             (_, owed), self.beside = self.beside, None
             self.known_by_all(owed)
@@ -337,7 +433,7 @@ class HybridWorker(GroupWorker):
                 self.lineage_of_held = self.lineage
                 self.owe(ranges, ())
                 self.feed(self.pushes.entered(self.pushes.lease or newest.lease))
-            if self.pushes.owes:
+            if self.pushes.owes or not self.secured():
                 self.later(0.02, self.end, status, since)
                 return
         super().end(status, since)
@@ -364,7 +460,7 @@ class HybridWorker(GroupWorker):
         group = self.machine.present
         assert group is not None
         mine = [Slot(i) for i in range(SERVERS) if pusher_of(i, group.size) == self.rank]
-        self.feed(self.pushes.committed(owed.step, ROUTE, mine))
+        self.feed(self.pushes.committed(owed.step, self.route, mine))
 
     def agree(self, values: list[Any]) -> None:
         group = self.machine.present
@@ -398,13 +494,49 @@ class HybridSimulation(GroupSimulation):
         self.counts = [[bytearray(scenario.samples) for _ in range(PARTITIONS)] for _ in range(scenario.epochs)]
         self.there: dict[tuple[Slot, int, int], tuple[int, int]] = {}
         self.held_back: dict[int, tuple[Range, ...]] = {}
-        self.accumulate = scenario.accumulate
+        self.accumulate, self.lag_s = scenario.accumulate, scenario.lag_s
+        self.route = self.most_held = 1
+        self.ps_lost = self.replayed = 0
         self.ps = {Slot(slot): TablePs(self, Slot(slot)) for slot in range(SERVERS)}
 
-    def reached(self, ps: Slot, lineage: int, owed: Owed, content: tuple[Range, ...], worker: HybridWorker) -> None:
-        """Note that ``ps`` applied a step of the lineage; the gradients of ``content`` are in it."""
+    def strike(self, fault: str) -> None:
+        if fault != "lose ps":
+            super().strike(fault)
+        elif self.over is None:
+            self.faults += 1
+            ps = self.ps[Slot(self.kernel.rng.randrange(SERVERS))]
+            self.kernel.say("FAULT", f"{ps.name} is lost")
+            ps.lose()
+            self.ps_is_lost(ps)
+
+    def ps_is_lost(self, ps: TablePs) -> None:
+        """Forget what mirrors lack of it, and tell the workers of its new life, each at another time."""
+        self.ps_lost += 1
+        for b in ps.mine:
+            for epoch, rows in enumerate(self.counts):
+                mark = ps.safe[b].get(table_shard(0, epoch), [0])[0]
+                self.replayed += sum(rows[b][mark:])
+                rows[b][mark:] = bytes(len(rows[b]) - mark)
+        self.route += 1
+        for worker in [p for p in self.processes if isinstance(p, HybridWorker)]:
+            worker.later(0.3 * self.kernel.random(), self.tell_placed, worker)
+
+    def tell_placed(self, worker: HybridWorker) -> None:
+        worker.placed()
+        worker.pump()
+
+    def reached(
+        self,
+        ps: Slot,
+        partitions: Iterable[int],
+        lineage: int,
+        owed: Owed,
+        content: tuple[Range, ...],
+        worker: HybridWorker,
+    ) -> None:
+        """Note that partitions of ``ps`` applied a step of the lineage; the gradients of ``content`` are in it."""
         left_out = [r for r in owed.ranges if not r.learnt]
-        for partition in self.ps[ps].ledger.partitions:
+        for partition in partitions:
             for r in (*content, *left_out):
                 epoch = split_key(r.shard)[1]
                 row = self.counts[epoch][partition]
@@ -463,6 +595,16 @@ def hybrid_scenario(seed: int) -> GroupScenario:
         at_entry=False,
         kill_chief=False,
     )
+
+
+def hybrid_lag_scenario(seed: int) -> GroupScenario:
+    """Return a scenario as ``hybrid_scenario``, with mirrors that lag and ps that are lost."""
+    rng = random.Random(f"hybrid lag {seed}")
+    base = hybrid_scenario(seed)
+    lost = [(round(rng.uniform(0.3, base.chaos_s), 3), "lose ps") for _ in range(rng.choice([1, 3, 6]))]
+    all_at_once = [(when, "kill all workers") for when, _ in lost if rng.random() < 0.1]
+    faults = tuple(sorted([*base.faults, *lost, *all_at_once]))
+    return msgspec.structs.replace(base, faults=faults, lag_s=rng.choice([0.1, 0.5, 2.0, 8.0]))
 
 
 def simulate_hybrid(

@@ -1,24 +1,35 @@
-"""Plants bugs of mode allreduce with tables on the ps on purpose, to see that the simulator finds them."""
+"""Plants bugs of mode allreduce with tables on the ps on purpose, to see that the simulator finds them.
+
+``HYBRID_LAG_MUTATIONS`` are of steps that are kept because mirrors may lag.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from everstep.ids import LeaseNo, ShardKey, Slot
 from everstep.policies.step_split import StepCut as StepCut
+from everstep.ps.mirrored_pushes import MirroredPushes, PushEnd
 from everstep.sim.group import Ring
-from everstep.sim.hybrid import HybridWorker, hybrid_scenario, simulate_hybrid
+from everstep.sim.hybrid import HybridWorker, hybrid_lag_scenario, hybrid_scenario, simulate_hybrid
 from everstep.sim.mutations import Mutation
 from everstep.sim.simulation import Parts, SimOutcome
 from everstep.tables.step_pushes import Action, HeldBack, Owed, Range, StepPushes
 
 _committed, _entered, _anew = StepPushes.committed, StepPushes.entered, StepPushes._anew
+_next = StepPushes._next
 
 
 def hybrid(seed: int, parts: Parts = Parts()) -> SimOutcome:
     """Return the run of ``seed`` of a group with tables."""
     return simulate_hybrid(seed, hybrid_scenario(seed), parts)
+
+
+def hybrid_lag(seed: int, parts: Parts = Parts()) -> SimOutcome:
+    """Return the run of ``seed`` of a group with tables whose mirrors lag."""
+    return simulate_hybrid(seed, hybrid_lag_scenario(seed), parts)
 
 
 def _no_barrier(self: HybridWorker, ring: Ring, owed: Owed) -> None:
@@ -117,5 +128,87 @@ HYBRID_MUTATIONS: tuple[Mutation, ...] = (
         HybridWorker,
         "sync_held_back",
         _carries_nothing_over,
+    ),
+)
+
+
+# ---------------------------------------------------------------- mirrors that lag
+
+
+def _keeps_nothing(self: StepPushes, h: Any, ps: Slot) -> None:
+    h.waiting.discard(ps)
+
+
+def _believes_watermarks(self: StepPushes, ps: Slot) -> list[Action]:
+    for h in self._held:
+        if ps in h.waiting and self._open.get(ps, {}).get(h.owed.shard, -1) >= h.owed.hi:
+            h.waiting.discard(ps)
+    return _next(self, ps)
+
+
+def _asks_no_mirrors(self: StepPushes, ps: Slot) -> list[Action]:
+    if ps not in self._mine:
+        for h in self._held:
+            h.lagging.discard(ps)
+    return []
+
+
+def _learns_too_much(self: StepPushes, ps: Slot, shard: ShardKey, position: int) -> None:
+    for h in self._held:
+        if h.owed.shard == shard and h.owed.hi <= position:
+            h.lagging.clear()
+
+
+def _pushes_nothing_again(self: StepPushes) -> list[Action]:
+    """A map with another life of a ps is no reason to push anything."""
+    self._life += 1
+    self._busy.clear()
+    self._open.clear()
+    return self._next_all()
+
+
+def _tells_at_once(self: MirroredPushes, end: PushEnd) -> None:
+    self.told = end
+
+
+def _ends_at_once(self: HybridWorker) -> bool:
+    return True
+
+
+def _saves_at_once(self: HybridWorker, before: int) -> int:
+    return before
+
+
+def _counts_newcomers(self: HybridWorker) -> int:
+    return 1 << 40
+
+
+HYBRID_LAG_MUTATIONS: tuple[Mutation, ...] = (
+    _patch("keeps-nothing", "a step is forgotten when the ps have it", StepPushes, "_acknowledged", _keeps_nothing),
+    _patch("believes-watermarks", "what a ps has counts as mirrored", StepPushes, "_next", _believes_watermarks),
+    _patch(
+        "asks-no-mirrors",
+        "mirrors of a ps that others push to from now on are forgotten",
+        StepPushes,
+        "_ask_mirrors",
+        _asks_no_mirrors,
+    ),
+    _patch("learns-too-much", "what one ps says of its mirrors counts for all", StepPushes, "_learn", _learns_too_much),
+    _patch(
+        "pushes-nothing-again",
+        "a new life of a ps is not sent what is kept",
+        StepPushes,
+        "_anew",
+        _pushes_nothing_again,
+    ),
+    _patch("tells-at-once", "a ps says that its mirrors have what it has", MirroredPushes, "pushed", _tells_at_once),
+    _patch("ends-at-once", "members end before mirrors have everything", HybridWorker, "secured", _ends_at_once),
+    _patch("saves-at-once", "a checkpoint has steps that mirrors lack", HybridWorker, "savable", _saves_at_once),
+    _patch(
+        "counts-newcomers",
+        "who has only copied the state leads on without what mirrors lack",
+        HybridWorker,
+        "pushed_to",
+        property(_counts_newcomers),
     ),
 )
