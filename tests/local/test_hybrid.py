@@ -139,6 +139,35 @@ def test_nothing_is_computed_again_where_mirrors_lag(run: HybridRun) -> None:
         assert len(found[0]) == 1 and found[0] == found[1], (word, found, run.story())
 
 
+BOUNDED = """
+from everstep.api.group_push_driver import GroupPushDriver as Driver
+import everstep.api.group_push_driver as driver
+driver.KEPT_BYTES = {bound}
+kept, secure = [], Driver.secure
+def noted(self, collective):
+    kept.append(sum(held.size_bytes for held in self._sums.values()))
+    secure(self, collective)
+Driver.secure = noted
+job = es.join()
+"""
+"""Notes how much is kept when a member waits for mirrors."""
+
+
+def test_workers_keep_a_bounded_amount_of_what_mirrors_lack(run: HybridRun) -> None:
+    """With a bound of some steps, mirrors catch up within an epoch, although the lag is longer than the job."""
+    bound, epochs = 60_000, 12
+    run.write(rows=1600, epochs=epochs)
+    text = run.script.read_text().replace("job = es.join()\n", BOUNDED.format(bound=bound))
+    run.script.write_text(text + 'print("kept", *kept, flush=True)\n')
+    run.train(2, *FLAGS, *LAG)
+    run.trained(6000)
+    os.kill(run.alive(Role.PS, 0).pid, KILL)
+    run.finished(0, states=2)
+    for said in re.findall(r"kept ([\d ]+)", run.workers_said()):
+        kept = [int(size) for size in said.split()]
+        assert len(kept) > epochs and bound < max(kept) < 2 * bound, kept
+
+
 def test_it_goes_back_to_a_checkpoint_as_a_whole_and_goes_on_from_one(run: HybridRun) -> None:
     """A ps without parity is lost: all go back to the newest checkpoint. Then the job is stopped, and resumed on other
     numbers of workers and ps: over all of that every row has every epoch once."""

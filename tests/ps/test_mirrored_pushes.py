@@ -61,7 +61,7 @@ class Ps:
         self.check()
 
     def check(self) -> None:
-        assert self.pushes.told[1] <= min(self.safe)
+        assert self.pushes.mirrored[1] <= min(self.safe)
 
     def run(self) -> int:
         """Return up to where it has told."""
@@ -69,7 +69,7 @@ class Ps:
         for _ in range(60):
             self.some()
             self.look()
-            most = max(most, self.pushes.told[1])
+            most = max(most, self.pushes.mirrored[1])
         return most
 
 
@@ -89,7 +89,7 @@ def _sees_too_late(self: MirroredPushes, seen: SeenPush, change: int, ticket: in
 def _remembers(self: MirroredPushes) -> None:
     """What was seen before a partition came counts on."""
     self._life += 1
-    self._newest = self.told = NOTHING
+    self._newest = self.mirrored = NOTHING
 
 
 def _takes_what_was_seen_before(self: MirroredPushes, seen: SeenPush, change: int, ticket: int) -> None:
@@ -116,6 +116,6 @@ def test_what_waits_in_the_outbox_is_not_told() -> None:
     pushes.pushed((ShardKey(1), 10))
     pushes.made(pushes.newest(), 3, 8)
     pushes.confirmed(3, 7)
-    assert pushes.told == NOTHING
+    assert pushes.mirrored == NOTHING
     pushes.confirmed(3, 8)
-    assert pushes.told == (ShardKey(1), 10)
+    assert pushes.mirrored == (ShardKey(1), 10)

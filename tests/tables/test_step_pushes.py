@@ -231,7 +231,7 @@ class World:
             self.replayed += bool(done.repeats and done.applied)
             if done.gap < 0 and not done.fenced:
                 it.pushes.pushed((token.shard, token.hi))
-            answer = msgspec.structs.replace(answer, mirrored=it.pushes.told)
+            answer = msgspec.structs.replace(answer, mirrored=it.pushes.mirrored)
             self.do(m, m.pushes.pushed(action.ps, action.owed, action.life, answer))
             return
         it.waiting.append((m, action, answer))
@@ -354,7 +354,7 @@ def _trusts_what_was(self: MirroredPushes) -> None:
 
 
 def _counts_at_once(self: MirroredPushes, end: PushEnd) -> None:
-    self.told = end
+    self.mirrored = end
 
 
 _next = StepPushes._next

@@ -29,13 +29,13 @@ class MirroredPushes:
     """See the module's docstring. Thread-safe."""
 
     def __init__(self) -> None:
-        self.told = NOTHING
+        self.mirrored = NOTHING
         self._lock = threading.Lock()
         self._newest, self._life = NOTHING, 0
         self._made: deque[tuple[PushEnd, int, int]] = deque()  # a push, and numbers of before which its changes are
 
     def __repr__(self) -> str:
-        return f"<pushes, at mirrors up to {self.told}>"
+        return f"<pushes, at mirrors up to {self.mirrored}>"
 
     def pushed(self, end: PushEnd) -> None:
         """All partitions here have everything up to ``end``. The caller keeps partitions from coming meanwhile."""
@@ -46,7 +46,7 @@ class MirroredPushes:
         """A partition has come, which may be behind. The caller keeps pushes from being applied meanwhile."""
         with self._lock:
             self._life += 1
-            self._newest = self.told = NOTHING
+            self._newest = self.mirrored = NOTHING
             self._made.clear()
 
     def newest(self) -> SeenPush:
@@ -55,9 +55,9 @@ class MirroredPushes:
             return SeenPush(self._newest, self._life)
 
     def made(self, seen: SeenPush, change: int, ticket: int) -> None:
-        """All that ``seen`` has changed is in changes up to this number, or in the outbox before this ticket."""
+        """Take in that all of ``seen`` is in changes up to this number, and in the outbox before this ticket."""
         with self._lock:
-            known = self._made[-1][0] if self._made else self.told
+            known = self._made[-1][0] if self._made else self.mirrored
             if seen.life == self._life and seen.end != known:
                 self._made.append((seen.end, change, ticket))
 
@@ -65,4 +65,4 @@ class MirroredPushes:
         """All mirrors have all changes up to this number, and the outbox up to this ticket."""
         with self._lock:
             while self._made and self._made[0][1] <= change and self._made[0][2] <= ticket:
-                self.told = self._made.popleft()[0]
+                self.mirrored = self._made.popleft()[0]

@@ -714,7 +714,7 @@ class PsService:
         if (answer.applied or answer.repeats) and answer.gap < 0 and not answer.fenced and not request.partitions:
             last = request.more[-1] if request.more else request.token
             lag.pushes.pushed((last.shard, last.hi))
-        return msgspec.structs.replace(answer, mirrored=lag.pushes.told)
+        return msgspec.structs.replace(answer, mirrored=lag.pushes.mirrored)
 
     def _applied(
         self, token: Token, span: Span, done: PushResult, left_out: bool, joined: bool, seq: int, at: float

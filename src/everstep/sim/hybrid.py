@@ -99,8 +99,8 @@ class TablePs(SimProcess):
         if r.gap < 0 and not r.fenced:
             last = more[-1] if more else (token.shard, token.lo, token.hi)
             self.pushes.pushed((ShardKey(last[0]), last[2]))
-        told = self.pushes.told if self.sim.lag_s else NOTHING
-        answer = Pushed(r.applied, r.repeats, r.gap, r.fenced, mirrored=told)
+        mirrored = self.pushes.mirrored if self.sim.lag_s else NOTHING
+        answer = Pushed(r.applied, r.repeats, r.gap, r.fenced, mirrored=mirrored)
         self.sim.net.send(self, worker, worker.answered, request, answer)
 
     # ------------------------------------------------------------ mirrors that lag

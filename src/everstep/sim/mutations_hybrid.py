@@ -153,12 +153,6 @@ def _asks_no_mirrors(self: StepPushes, ps: Slot) -> list[Action]:
     return []
 
 
-def _learns_too_much(self: StepPushes, ps: Slot, shard: ShardKey, position: int) -> None:
-    for h in self._held:
-        if h.owed.shard == shard and h.owed.hi <= position:
-            h.lagging.clear()
-
-
 def _pushes_nothing_again(self: StepPushes) -> list[Action]:
     """A map with another life of a ps is no reason to push anything."""
     self._life += 1
@@ -168,7 +162,7 @@ def _pushes_nothing_again(self: StepPushes) -> list[Action]:
 
 
 def _tells_at_once(self: MirroredPushes, end: PushEnd) -> None:
-    self.told = end
+    self.mirrored = end
 
 
 def _ends_at_once(self: HybridWorker) -> bool:
@@ -193,7 +187,6 @@ HYBRID_LAG_MUTATIONS: tuple[Mutation, ...] = (
         "_ask_mirrors",
         _asks_no_mirrors,
     ),
-    _patch("learns-too-much", "what one ps says of its mirrors counts for all", StepPushes, "_learn", _learns_too_much),
     _patch(
         "pushes-nothing-again",
         "a new life of a ps is not sent what is kept",
