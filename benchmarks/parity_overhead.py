@@ -5,7 +5,8 @@ round: nothing; parity 4+1, ``acked``, ``eager`` and ``lag`` (the curve: ``LAGS`
 checkpoint and an incremental one (as Check-N-Run does, without its quantisation) every few seconds, to a local disk.
 Workers, ps, agent and master share the machine's cores: on two cores there is no spare one. ``spare``: the same with
 one worker of one thread, so that the ps have a core; nothing, and parity ``acked`` and ``lag``. ``two``: six ps, of
-which any two may be lost; nothing, and parity 4+2 ``acked`` and ``lag``.
+which any two may be lost; nothing, and parity 4+2 ``acked`` and ``lag``. ``hybrid``: mode allreduce with tables on the ps;
+nothing, and parity ``acked`` and ``lag``.
 
 Equal loss bounds: parity loses nothing, so at every storage bandwidth N (MB/s, ``BANDWIDTHS``) checkpoints that are
 exact are judged by all they cost: what is written and what is trained again (``policies/advise.py``, with the bytes,
@@ -32,7 +33,7 @@ Figures begin with ``turns_``.
 
 EVERSTEP_OVERHEAD_ROUNDS (3), EVERSTEP_OVERHEAD_SIZES ("16x2048": dim x batch, one or more; figures of others than this
 one begin with their names), EVERSTEP_OVERHEAD_SIDES (all; else these, the first one of each group, ``none``,
-``spare_none`` or ``two_none``, always; what needs another side is left out then).
+``spare_none``, ``two_none`` or ``hybrid_none``, always; what needs another side is left out then).
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ EVERY_S = 5
 BANDWIDTHS = (10, 50, 200, 1000)  # MB/s
 HOUR_S = 3600.0
 PS = 5
-GROUPS = ("", "spare_", "two_")
+GROUPS = ("", "spare_", "two_", "hybrid_")
 """Sides whose names begin so are compared with ``GROUPnone``; all others with ``none``."""
 SIZE = "16x2048"
 CURVE = ("16x2048", "16x8192", "64x2048", "64x8192")
@@ -106,6 +107,7 @@ AIMS = {
     },
     **{f"{way}two_parity_lag_{lag:g}s_of_none": 0.97 for way in (STEADY, TURNS) for lag in GROUP_LAGS},
     **{f"{way}spare_parity_lag_{lag:g}s_of_none": 0.99 for way in (STEADY, TURNS) for lag in GROUP_LAGS},
+    **{f"{way}hybrid_parity_lag_{lag:g}s_of_none": 0.98 for way in (STEADY, TURNS) for lag in GROUP_LAGS},
 }
 
 CPR = ROOT / "benchmarks" / "twins" / "cpr_flights.py"
@@ -135,6 +137,15 @@ SIDES: dict[str, tuple[list[str], str]] = {
     **{
         f"two_parity_lag_{lag:g}s": (
             ["--ps", "6", "--parity", "4+2", "--protect", "lag", "--protect-lag", f"{lag:g}s"],
+            "",
+        )
+        for lag in GROUP_LAGS
+    },
+    "hybrid_none": (["--mode", "allreduce"], ""),
+    "hybrid_parity_acked": (["--mode", "allreduce", "--parity", "4+1"], ""),
+    **{
+        f"hybrid_parity_lag_{lag:g}s": (
+            ["--mode", "allreduce", "--parity", "4+1", "--protect", "lag", "--protect-lag", f"{lag:g}s"],
             "",
         )
         for lag in GROUP_LAGS

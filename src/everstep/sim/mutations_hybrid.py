@@ -173,10 +173,6 @@ def _saves_at_once(self: HybridWorker, before: int) -> int:
     return before
 
 
-def _counts_newcomers(self: HybridWorker) -> int:
-    return 1 << 40
-
-
 HYBRID_LAG_MUTATIONS: tuple[Mutation, ...] = (
     _patch("keeps-nothing", "a step is forgotten when the ps have it", StepPushes, "_acknowledged", _keeps_nothing),
     _patch("believes-watermarks", "what a ps has counts as mirrored", StepPushes, "_next", _believes_watermarks),
@@ -197,11 +193,4 @@ HYBRID_LAG_MUTATIONS: tuple[Mutation, ...] = (
     _patch("tells-at-once", "a ps says that its mirrors have what it has", MirroredPushes, "pushed", _tells_at_once),
     _patch("ends-at-once", "members end before mirrors have everything", HybridWorker, "secured", _ends_at_once),
     _patch("saves-at-once", "a checkpoint has steps that mirrors lack", HybridWorker, "savable", _saves_at_once),
-    _patch(
-        "counts-newcomers",
-        "who has only copied the state leads on without what mirrors lack",
-        HybridWorker,
-        "pushed_to",
-        property(_counts_newcomers),
-    ),
 )
