@@ -5,8 +5,8 @@ round: nothing; parity 4+1, ``acked``, ``eager`` and ``lag`` (the curve: ``LAGS`
 checkpoint and an incremental one (as Check-N-Run does, without its quantisation) every few seconds, to a local disk.
 Workers, ps, agent and master share the machine's cores: on two cores there is no spare one. ``spare``: the same with
 one worker of one thread, so that the ps have a core; nothing, and parity ``acked`` and ``lag``. ``two``: six ps, of
-which any two may be lost; nothing, and parity 4+2 ``acked`` and ``lag``. ``hybrid``: mode allreduce with tables on the ps;
-nothing, and parity ``acked`` and ``lag``.
+which any two may be lost; nothing, and parity 4+2 ``acked`` and ``lag``. ``hybrid``: mode allreduce with tables on
+the ps; nothing, and parity ``acked`` and ``lag``.
 
 Equal loss bounds: parity loses nothing, so at every storage bandwidth N (MB/s, ``BANDWIDTHS``) checkpoints that are
 exact are judged by all they cost: what is written and what is trained again (``policies/advise.py``, with the bytes,
