@@ -99,6 +99,7 @@ class GroupTables:
         if where == self._surveyed and cut.lo != self._stop:
             return self._stop
         shard = table_shard(position.dataset, cut.epoch)
+        secure = self._driver.keeps and collective is not self._surveyed[0]  # newcomers have not what mirrors lack
         carries = any(t.has_grad for t in self.tables.batches.values())
         limit = time.monotonic() + _LACKING_S
         while True:
@@ -107,9 +108,7 @@ class GroupTables:
             if not self._driver.keeps:
                 self.pushed = position.step
             marks = {
-                of: self._driver.open(
-                    of, group, collective, self._driver.keeps
-                )  # (so that mirrors know the lease, too)
+                of: self._driver.open(of, group, collective, secure)
                 for of in dict.fromkeys((*self.carried.held_back.shards, shard))
             }
             ahead = min((m for m in marks[shard] if m > cut.lo), default=0)
@@ -130,7 +129,7 @@ class GroupTables:
             self._cut_held_back(position, cut.lr_factor)
             self._show_since(shard, cut.lo)
             self._driver.flush(group, collective)
-        elif self._driver.keeps:
+        elif secure:
             self.pushed = position.step
         return self._stop
 

@@ -167,6 +167,7 @@ def lines(case: Case, found: list[Option]) -> list[str]:
         "  dense part: mode hybrid needs no parity for it, every worker has it; in mode ps each mirror has it whole, "
         "and repeats its updates, or with lag gets it once a lag"
     )
+    out.append("  mode hybrid trains nothing again with a lag: workers keep what mirrors lack, and push it again")
     out.append("")
     for k, m, lag in ((1, 1, False), (4, 1, False), (4, 1, True), (4, 2, False), (4, 2, True)):
         if k + m <= case.ps:

@@ -282,7 +282,8 @@ class HybridWorker(GroupWorker):
             for shard in self.to_open(cut):
                 for ps in self.hsim.ps.values():
                     marked = partial(self.marked, ring, ps, shard)
-                    self.request(ps, "on_open", (shard, group.lease, self.pushes.keeps), marked)
+                    secure = self.pushes.keeps and self.known[0] is not ring
+                    self.request(ps, "on_open", (shard, group.lease, secure), marked)
         elif stage == "opening" and len(self.marks) == SERVERS * len(self.to_open(cut)):
             by_shard = {
                 shard: [mark for (_, of), found in self.marks.items() if of == shard for mark in found]
@@ -388,8 +389,9 @@ class HybridWorker(GroupWorker):
                 self.cut_held_back()
                 self.known, self.stage = (None, -1), (ring, "")  # (flushed again, and looked at)
             else:
+                if self.known[0] is not ring:
+                    self.pushed = self.position.step
                 self.known, self.surveyed_at, self.stage = (ring, epoch), lo, (ring, "")
-                self.pushed = self.position.step
         elif self.beside is not None:
             (_, owed), self.beside = self.beside, None
             self.known_by_all(owed)
