@@ -481,7 +481,9 @@ def test_a_gap_in_what_is_folded_is_swept_again(
     c.publish()
     until(lambda: not c.ps[Slot(4)].service.mirrors.machine.lacking or bool(c.ps[Slot(4)].failures))
     assert not c.ps[Slot(4)].failures
-    assert len(left_out) >= 2 and 2 in codes
+    assert len(left_out) >= 2
+    # With two rows the gap in the rest may be noticed first: then all is swept again before a fold shows its own.
+    assert rows == 2 or 2 in codes
     assert c.digests(lost) == before
 
 
