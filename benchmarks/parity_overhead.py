@@ -43,7 +43,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -112,44 +112,36 @@ AIMS = {
 
 CPR = ROOT / "benchmarks" / "twins" / "cpr_flights.py"
 
-SIDES: dict[str, tuple[list[str], str]] = {
+Side = tuple[list[str], str]
+"""Flags of ``everstep run``, and what job.yaml has."""
+
+
+def lagging(prefix: str, flags: list[str], code: str, lags: Iterable[float], settings: str = "") -> dict[str, Side]:
+    """Return the sides of a group whose mirrors may lag."""
+    parity = [*flags, "--parity", code, "--protect", "lag", "--protect-lag"]
+    return {f"{prefix}parity_lag_{lag:g}s": ([*parity, f"{lag:g}s"], settings) for lag in lags}
+
+
+def sides_of(prefix: str, flags: list[str], code: str = "4+1", settings: str = "") -> dict[str, Side]:
+    """Return the sides of a group: nothing, and parity ``acked`` and ``lag``."""
+    return {
+        f"{prefix}none": (flags, settings),
+        f"{prefix}parity_acked": ([*flags, "--parity", code], settings),
+        **lagging(prefix, flags, code, GROUP_LAGS, settings),
+    }
+
+
+SIDES: dict[str, Side] = {
     "none": ([], ""),
     "parity_acked": (["--parity", "4+1"], ""),
     "parity_eager": (["--parity", "4+1", "--protect", "eager"], ""),
-    **{
-        f"parity_lag_{lag:g}s": (["--parity", "4+1", "--protect", "lag", "--protect-lag", f"{lag:g}s"], "")
-        for lag in sorted({*LAGS, *STEADY_LAGS, *LONG_LAGS})
-    },
+    **lagging("", [], "4+1", sorted({*LAGS, *STEADY_LAGS, *LONG_LAGS})),
     "replica": (["--parity", "1+1"], ""),
     "checkpoint_full": (["--checkpoint-every", f"{EVERY_S}s"], "checkpoint_full_every: 0\n"),
     "checkpoint_incremental": (["--checkpoint-every", f"{EVERY_S}s"], "checkpoint_full_every: 1000\n"),
-    "spare_none": (["--workers", "1"], "threads_per_worker: 1\n"),
-    "spare_parity_acked": (["--workers", "1", "--parity", "4+1"], "threads_per_worker: 1\n"),
-    **{
-        f"spare_parity_lag_{lag:g}s": (
-            ["--workers", "1", "--parity", "4+1", "--protect", "lag", "--protect-lag", f"{lag:g}s"],
-            "threads_per_worker: 1\n",
-        )
-        for lag in GROUP_LAGS
-    },
-    "two_none": (["--ps", "6"], ""),
-    "two_parity_acked": (["--ps", "6", "--parity", "4+2"], ""),
-    **{
-        f"two_parity_lag_{lag:g}s": (
-            ["--ps", "6", "--parity", "4+2", "--protect", "lag", "--protect-lag", f"{lag:g}s"],
-            "",
-        )
-        for lag in GROUP_LAGS
-    },
-    "hybrid_none": (["--mode", "allreduce"], ""),
-    "hybrid_parity_acked": (["--mode", "allreduce", "--parity", "4+1"], ""),
-    **{
-        f"hybrid_parity_lag_{lag:g}s": (
-            ["--mode", "allreduce", "--parity", "4+1", "--protect", "lag", "--protect-lag", f"{lag:g}s"],
-            "",
-        )
-        for lag in GROUP_LAGS
-    },
+    **sides_of("spare_", ["--workers", "1"], settings="threads_per_worker: 1\n"),
+    **sides_of("two_", ["--ps", "6"], "4+2"),
+    **sides_of("hybrid_", ["--mode", "allreduce"]),
 }
 
 
@@ -158,7 +150,7 @@ def group(name: str) -> str:
     return next(g for g in reversed(GROUPS) if name.startswith(g))
 
 
-def chosen(names: str) -> dict[str, tuple[list[str], str]]:
+def chosen(names: str) -> dict[str, Side]:
     """Return the sides that this run measures: ``names`` ("": all), and those that they are compared with."""
     wanted = set(names.split(",")) if names else set(SIDES)
     if unknown := wanted - SIDES.keys():
@@ -248,7 +240,7 @@ def command(config: Config, home: Path, flags: list[str]) -> tuple[list[str], li
 
 
 def in_turns(
-    picked: Mapping[str, tuple[list[str], str]], configs: Mapping[str, Config], folder: Path, rounds: int, quick: bool
+    picked: Mapping[str, Side], configs: Mapping[str, Config], folder: Path, rounds: int, quick: bool
 ) -> Rounds:
     """Measure steady windows of jobs that train in turns. ``configs``: of each size, by the prefix of its figures."""
     numbers = rounds_of_one_job(rounds)

@@ -33,9 +33,13 @@ GIVE_UP_S = 300.0
 KEPT_BYTES = 256 << 20
 """Gradients of steps that mirrors may lack, at most: with more, the next step waits until mirrors have them."""
 
+GAP_S = 60.0
+"""So long a ps may lack what is before, and nobody pushes it."""
+
+AGAIN_S = 0.05
+"""After this, what a ps was not ready for is tried again."""
+
 _TICK_S = 0.1
-_AGAIN_S = 0.05
-_GAP_S = 60.0  # a ps lacks what is before, and nobody pushes it
 _REST_S = 60.0  # for the rest of an accumulation, when the script is over
 
 
@@ -207,7 +211,7 @@ class GroupPushDriver:
                 marks += watermarks_of(answer)[1]
             if len(marks) == router.n_partitions:
                 return marks
-            time.sleep(_AGAIN_S)  # partitions are on their way
+            time.sleep(AGAIN_S)  # partitions are on their way
 
     # ------------------------------------------------------------ the machine
 
@@ -266,10 +270,10 @@ class GroupPushDriver:
     def _say_again(self, action: Again) -> None:
         now = time.monotonic()
         self._gap_since = self._gap_since or now if self.pushes.gaps > 1 else now
-        if now - self._gap_since > _GAP_S:
+        if now - self._gap_since > GAP_S:
             self.fail(InternalError(f"ps:{action.ps} lacks steps before those that it is sent, and nobody has them"))
             return
-        self._runtime.later(_AGAIN_S, lambda: self._feed(lambda: self.pushes.again(action.ps, action.life)))
+        self._runtime.later(AGAIN_S, lambda: self._feed(lambda: self.pushes.again(action.ps, action.life)))
 
     def _refused(self, ps: Slot, answer: DataAnswer) -> EverstepError:
         return InternalError(f"ps:{ps} refused: {answer.error if isinstance(answer, Bad) else repr(answer)}")

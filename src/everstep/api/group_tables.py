@@ -29,7 +29,7 @@ from everstep.allreduce.step import Collective, GroupWork, StepAttempt, VoteOutc
 from everstep.api.batch_item import BatchItem
 from everstep.api.carried_rows import CarriedRows, left_out
 from everstep.api.firing import TableFiring
-from everstep.api.group_push_driver import GroupPushDriver
+from everstep.api.group_push_driver import AGAIN_S, GAP_S, GroupPushDriver
 from everstep.api.iteration_steps import IterationSteps
 from everstep.api.listeners import WorkerRuntime
 from everstep.api.row_exchange import RowExchange
@@ -43,11 +43,6 @@ from everstep.native import isfinite_all
 from everstep.policies.step_split import StepCut
 from everstep.tables.step_pushes import Owed, table_shard
 from everstep.tables.stepped_rows import Stepped
-
-_LACKING_S = 60.0
-"""So long members try to push what a ps lacks that has come back without it."""
-
-_AGAIN_S = 0.05
 
 _NO_RENORM = (
     "changes rows in forward, and in mode allreduce only optimizers change a table on the ps: leave it out, "
@@ -101,7 +96,7 @@ class GroupTables:
         shard = table_shard(position.dataset, cut.epoch)
         secure = self._driver.keeps and collective is not self._surveyed[0]  # newcomers have not what mirrors lack
         carries = any(t.has_grad for t in self.tables.batches.values())
-        limit = time.monotonic() + _LACKING_S
+        limit = time.monotonic() + GAP_S
         while True:
             self._driver.flush(group, collective)
             collective.gather([0])  # what the others still had to push is there as well
@@ -120,7 +115,7 @@ class GroupTables:
                 break
             if any(word[4] for word in words):
                 raise _lacking(cut.epoch, lowest, begin)
-            time.sleep(_AGAIN_S)  # a ps was lost between: what its mirrors lack is pushed when its new life is known
+            time.sleep(AGAIN_S)  # a ps was lost between: what its mirrors lack is pushed when its new life is known
         if len({word[2] for word in words}) > 1:
             self.carried.share(collective, [word[2] for word in words])
         self._stop = min((word[0] for word in words if word[0]), default=0)

@@ -89,6 +89,7 @@ from everstep.ps.cold_controller import ColdTierController
 from everstep.ps.memory_gate import MemoryGate
 from everstep.ps.meter import Meter
 from everstep.ps.mirror_server import MirrorServer
+from everstep.ps.mirrored_pushes import NOTHING, PushEnd
 from everstep.ps.ps_load import PartitionLoad
 from everstep.ps.rebuild_pacer import RebuildPacer
 from everstep.ps.row_sampler import RowSampler
@@ -703,18 +704,18 @@ class PsService:
                     self._append(partial(self._applied, token, span, done, left_out, n > 0))
             if done.moved:
                 return None  # what was applied answers "repeat" when it is sent again
-            answer = Pushed(done.applied, done.repeats, done.gap, done.fenced, done.nonfinite)
-            return self._with_mirrors(request, answer)
+            mirrored = self._mirrored_up_to(request, done)
+            return Pushed(done.applied, done.repeats, done.gap, done.fenced, done.nonfinite, mirrored)
 
-    def _with_mirrors(self, request: Push, answer: Pushed) -> Pushed:
-        """Return ``answer`` with what mirrors that may lag have; no partition may come here meanwhile."""
+    def _mirrored_up_to(self, request: Push, done: PushResult) -> PushEnd:
+        """Note a push for mirrors that may lag. Return which one they have; no partition may come here meanwhile."""
         lag = self.mirrors.lag
         if lag is None:
-            return answer
-        if (answer.applied or answer.repeats) and answer.gap < 0 and not answer.fenced and not request.partitions:
+            return NOTHING
+        if (done.applied or done.repeats) and done.gap < 0 and not done.fenced and not request.partitions:
             last = request.more[-1] if request.more else request.token
             lag.pushes.pushed((last.shard, last.hi))
-        return msgspec.structs.replace(answer, mirrored=lag.pushes.mirrored)
+        return lag.pushes.mirrored
 
     def _applied(
         self, token: Token, span: Span, done: PushResult, left_out: bool, joined: bool, seq: int, at: float

@@ -73,7 +73,7 @@ class TablePs(SimProcess):
     ) -> None:
         answer = self.ledger.open(shard, 0, lease)
         if mirrored:
-            self.arrived(self.marks(self.mine), Incarnation(self.incarnation))
+            self.arrived(self.marks(self.mine))
             self.opened.clear()
         self.sim.net.send(self, worker, worker.answered, request, answer)
 
@@ -120,11 +120,11 @@ class TablePs(SimProcess):
 
     def looks(self, seen: SeenPush, closed: int, sent: dict[int, Marks], life: Incarnation) -> None:
         if life == self.incarnation:
-            self.arrived(sent, life)
+            self.arrived(sent)
             self.pushes.made(seen, self.changes, 0)
             self.pushes.confirmed(closed, 0)
 
-    def arrived(self, sent: dict[int, Marks], life: Incarnation) -> None:
+    def arrived(self, sent: dict[int, Marks]) -> None:
         """Mirrors have this; what was sent earlier may come later, and is nothing new then."""
         for b, marks in sent.items():
             for shard, (mark, fence) in marks.items():

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import dropwhile
 
 from everstep.ids import Incarnation, LeaseNo, ShardKey, Slot
 from everstep.model.shard import Span, Token, shard_key
@@ -203,7 +204,7 @@ class StepPushes:
     @property
     def owes_from(self) -> int | None:
         """Return the first step of which this member has not done its part."""
-        return next((h.owed.step for h in self._held if self._is_owed(h)), None)
+        return next((h.owed.step for h in self._held if h.waiting or h.lagging or not h.confirmed), None)
 
     @property
     def owes(self) -> bool:
@@ -320,9 +321,6 @@ class StepPushes:
 
     # ------------------------------------------------------------ inside
 
-    def _is_owed(self, h: _HeldSteps) -> bool:
-        return bool(h.waiting or h.lagging or not h.confirmed)
-
     def _acknowledged(self, h: _HeldSteps, ps: Slot) -> None:
         h.waiting.discard(ps)
         if self.keeps:
@@ -330,8 +328,8 @@ class StepPushes:
 
     def _learn(self, ps: Slot, shard: ShardKey, position: int) -> None:
         """All mirrors have what was pushed to ``ps`` up to a position: pushes to one ps are in order."""
-        ends = [(i, h.owed) for i, h in enumerate(self._held) if h.owed.shard == shard and h.owed.hi <= position]
-        for h in self._held[: ends[-1][0] + 1] if ends else ():
+        older = dropwhile(lambda h: h.owed.shard != shard or h.owed.hi > position, reversed(self._held))
+        for h in older:
             h.lagging.discard(ps)
 
     def _anew(self) -> list[Action]:
