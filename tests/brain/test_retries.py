@@ -25,9 +25,16 @@ def members(*nodes: NodeId) -> Members:
 
 
 def said(
-    found: Members, slot: int, cause: Cause, *, where: str = "E (a.py line 1)", steps: int = 0, at: int = 0
+    found: Members,
+    slot: int,
+    cause: Cause,
+    *,
+    where: str = "E (a.py line 1)",
+    steps: int = 0,
+    at: int = 0,
+    reached: int = 0,
 ) -> str:
-    return judge(Failure(cause, where, steps), found.workers[Slot(slot)], found, 3, at)
+    return judge(Failure(cause, where, steps, reached=reached), found.workers[Slot(slot)], found, 3, at)
 
 
 def test_a_mistake_is_not_tried_again() -> None:
@@ -47,6 +54,13 @@ def test_who_trains_the_same_again_and_fails_behind_the_loop_gets_nowhere() -> N
     """The only worker of mode allreduce: its state goes with each try."""
     found = members(HERE)
     assert [bool(said(found, 0, "data", steps=40, at=40)) for _ in range(4)] == [False, False, False, True]
+
+
+def test_steps_that_the_master_did_not_hear_of_before_a_try_raised_are_no_progress_of_the_next_one() -> None:
+    """Each try trains the same 24 steps; how many of them the master knows by then is a matter of timing."""
+    found = members(HERE)
+    known = (20, 21, 22, 23)
+    assert [bool(said(found, 0, "data", steps=24, at=at, reached=24)) for at in known] == [False, False, False, True]
 
 
 def test_an_outage_that_hits_all_workers_is_nobodys_mistake() -> None:

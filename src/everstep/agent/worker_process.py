@@ -188,7 +188,7 @@ def _failed(request: Fork, error: BaseException, script: Path) -> int:
         return 4
     place = script_place(error, script)
     if isinstance(error, EverstepError):
-        ended = Failure("script", f"{type(error).__name__} ({place})", _steps_done(), error.exit_code)
+        ended = Failure("script", f"{type(error).__name__} ({place})", exit_code=error.exit_code)
         _tell(request, WorkerError(request.incarnation, f"{error} ({place})", "", error.exit_code, 0, ended))
         return error.exit_code
     last = with_advice(traceback.format_exception_only(error)[-1].strip(), request.processes > 1)
@@ -200,7 +200,8 @@ def _failed(request: Fork, error: BaseException, script: Path) -> int:
             "job.loader(..., largest_batch=...), and a batch is computed in several passes)"
         )
     cause = cause_of(error)
-    failure = Failure(cause, f"{type(error).__name__} ({place})", _steps_done())
+    steps, reached = _steps()
+    failure = Failure(cause, f"{type(error).__name__} ({place})", steps, reached=reached)
     too_large = samples if by_a_plan else 0
     _tell(request, WorkerError(request.incarnation, f"{last} ({place})", text, 1, too_large, failure))
     if by_a_plan or cause != "script":  # no end of the script: the others wait for this one, and another one is to come
@@ -218,10 +219,10 @@ def _too_large(error: BaseException) -> tuple[int, bool]:
     return found
 
 
-def _steps_done() -> int:
+def _steps() -> tuple[int, int]:
+    """Return how many steps this process has done, and the job's step that it is at."""
     job = sys.modules.get("everstep.api.job")
-    done: int = job.steps_done() if job is not None else 0
-    return done
+    return (job.steps_done(), job.step_reached()) if job is not None else (0, 0)
 
 
 _OF_SHARDED = (

@@ -459,6 +459,11 @@ def steps_done() -> int:
     return 0 if _job is None else _job._engine.clock.steps
 
 
+def step_reached() -> int:
+    """Return the job's step that this process is at; 0 where the job has none (mode ps)."""
+    return 0 if _job is None or _job._runtime.spec.mode == "ps" else _job._engine.step_number
+
+
 def script_ended() -> None:
     """Leave the job, for the process that ran the script (the agent's template).
 

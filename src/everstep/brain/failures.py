@@ -13,6 +13,7 @@ def judge(failure: Failure | None, record: SlotRecord, members: Members, retries
     there is no other try, "" where there is one."""
     if failure is None or failure.cause == "script":
         return "it would raise again"
+    progress = max(progress, failure.reached)  # the last steps before it raised may not have been reported
     if failure.steps and progress > record.failed_at:  # it got on, and the job too: beyond where it failed last
         record.failures, record.failed = 0, ""
     before, record.failed, record.failed_at = record.failed, failure.where, max(progress, record.failed_at)

@@ -16,12 +16,14 @@ network. ``memory``, ``device``: this process, or its processor or GPU. ``node``
 class Failure(msgspec.Struct, frozen=True, array_like=True):
     """Says why one worker's script raised. ``where``: the error's type and place; the same on every worker if it is the
     script's. ``steps``: how many steps this process had done. ``exit_code``: what the job ends with, if there is no
-    other try."""
+    other try. ``reached``: the job's step that this process was at, which the master may not know yet; 0: not said (in
+    mode ps progress has no steps)."""
 
     cause: Cause = "script"
     where: str = ""
     steps: Whole = 0
     exit_code: Whole = 1
+    reached: Whole = 0
 
 
 FAILED_MAX_S = 30.0
