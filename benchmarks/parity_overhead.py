@@ -40,6 +40,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import tempfile
 import time
@@ -68,7 +69,7 @@ from benchmarks._measure import (
 )
 from benchmarks._overhead_turns import TurnsJob, watched, windows
 from benchmarks.throughput import SAMPLES, Config, CpuLog, _make_data
-from everstep.policies.advise import Case, break_even_bytes, break_even_mtbf_s
+from everstep.policies.advise import Case, paying_bytes, paying_mtbf_s
 
 MODEL = ROOT / "benchmarks" / "throughput_model.py"
 TIMEOUT_S = 300.0
@@ -366,8 +367,9 @@ def crossover(figures: dict[str, float]) -> dict[str, float]:
             parity=max(0.0, 1.0 - figures["parity_acked_of_none"]),
             together=0.0,
         )
-        out[f"turn.mtbf_s_at_{mb_per_s}"] = break_even_mtbf_s(case, 4, 1)
-        out[f"turn.GB_at_{mb_per_s}_mtbf_1h"] = break_even_bytes(case, 4, 1) / 1e9
+        out[f"turn.mtbf_s_at_{mb_per_s}"] = paying_mtbf_s(case, 4, 1)[1]
+        least, most = paying_bytes(case, 4, 1)
+        out[f"turn.GB_at_{mb_per_s}_mtbf_1h"] = least / 1e9 if most else math.inf
     return out
 
 

@@ -288,7 +288,7 @@ def test_mirrors_that_may_lag() -> None:
 
 
 def test_the_share_of_a_rebuild() -> None:
-    assert load_spec(None, {}, {})[0].rebuild_share == 0.2
+    assert load_spec(None, {}, {})[0].rebuild_share == 0.1
     assert load_spec(None, {"rebuild_share": "0.5"}, {})[0].rebuild_share == 0.5
     assert load_spec(None, {}, {"EVERSTEP_REBUILD_SHARE": "1"})[0].rebuild_share == 1.0
     for bad in ("0", "-0.1", "1.5", "nan", "inf"):

@@ -15,12 +15,12 @@ from everstep.cli.advise_picture import draw
 from everstep.cli.main import cli
 from everstep.policies.advise import (
     Case,
-    break_even_bytes,
-    break_even_mtbf_s,
     checkpoints,
     coded,
     every,
     options,
+    paying_bytes,
+    paying_mtbf_s,
     within,
 )
 from everstep.policies.crossover import MTBF_S, STEPS, WRITE_S, ProtectionWay, code_of, steps, sweep, turn_s, ways
@@ -105,15 +105,20 @@ def test_what_papers_compare_parity_with_is_said_with_both_sides() -> None:
     assert fixed.parts["trained again"] == pytest.approx(900.0 / (8 * HOUR))
     assert fixed.parts["writing"] == pytest.approx(0.02 * write_s / 1800.0)
     assert every(CASE, 1.0).interval_s == pytest.approx(write_s), "none is faster than its bytes"
-    assert "lose 3.4% (trained again binds); parity 4+1 lag 4s loses 2.7%, 21% less" in as_papers(CASE, options(CASE))
+    assert "lose 3.4% (trained again binds); parity 4+1 lag 4s loses 2.6%, 24% less; " in as_papers(CASE, options(CASE))
     dear, cheap = CASE._replace(lag=0.06), CASE._replace(lag=0.001, together=0.0)
-    assert "parity 4+1 lag 4s loses 6.7%, more" in as_papers(dear, options(dear))
-    assert "parity 4+1 lag 4s loses 0.3%, 91% less" in as_papers(cheap, options(cheap))
+    assert "parity 4+1 lag 4s loses 6.6%, more" in as_papers(dear, options(dear))
+    assert "parity 4+1 lag 4s loses 0.3%, 93% less" in as_papers(cheap, options(cheap))
+    for at in (CASE, dear, cheap):
+        loss = at.lag + 4.0 / (8 * HOUR) + coded(at, 4, 1).parts["rebuilding"]
+        words = f"{1 - loss / fixed.loss:.0%} less" if loss <= fixed.loss else "more"
+        wanted = f"; without checkpoints beyond it, parity 4+1 lag 4s loses {loss:.1%}, {words}"
+        assert as_papers(at, options(at)).endswith(wanted)
     few = CASE._replace(ps=2)
     assert as_papers(few, options(few)).endswith("binds)")
 
 
 def test_parity_that_lags_turns_by_itself() -> None:
-    assert break_even_mtbf_s(CASE, 4, 1, lag=True) > break_even_mtbf_s(CASE, 4, 1)
-    assert break_even_bytes(CASE, 4, 1, lag=True) < break_even_bytes(CASE, 4, 1)
+    assert paying_mtbf_s(CASE, 4, 1, lag=True)[1] > paying_mtbf_s(CASE, 4, 1)[1] == 0.0
+    assert 0.0 < paying_bytes(CASE, 4, 1, lag=True)[0] < math.inf
     assert any("parity 4+1 lag 4s costs less than" in line for line in lines(CASE, options(CASE)))

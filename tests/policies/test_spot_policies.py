@@ -89,7 +89,7 @@ def test_the_interval_of_the_first_half_serves_in_the_second(file: str) -> None:
 
 def test_the_parity_that_the_hazard_calls_for() -> None:
     calm = SpotSeen(Hazard(1e9, 10), 8.0, ps=6, write_s=10.0)
-    rough = SpotSeen(Hazard(1e5, 600, together=0.4, most=3), 8.0, ps=6, state_bytes=2e11, write_s=2000.0, stall=0.5)
+    rough = SpotSeen(Hazard(1e6, 600, together=0.4, most=3), 8.0, ps=6, state_bytes=2e10, write_s=200.0, stall=0.5)
     assert parity_level(calm) == "0"
     assert parity_level(rough) not in ("", "0")
     assert by_hazard(calm).interval_s > by_hazard(calm._replace(hazard=rough.hazard)).interval_s

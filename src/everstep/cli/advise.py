@@ -12,17 +12,18 @@ import click
 
 from everstep.cli.advise_picture import draw
 from everstep.cli.kernel_probe import ProbeLoad, probe_kernels
-from everstep.config.load import LAG_S
+from everstep.config.load import LAG_S, REBUILD_SHARE
 from everstep.errors import ConfigError
 from everstep.policies.advise import (
+    BEYOND,
     Case,
     Option,
-    break_even_bytes,
-    break_even_mtbf_s,
     coded,
     every,
     options,
     partial_rollback,
+    paying_bytes,
+    paying_mtbf_s,
     updates_lost,
     within,
 )
@@ -134,6 +135,9 @@ def check(case: Case) -> None:
         if not 0 <= getattr(case, name) <= 1:
             flag = _FLAGS.get(name, f"--{name.replace('_', '-')}")
             raise ConfigError(f"{flag} {getattr(case, name):g}: a share, from 0 to 1")
+    least, most = REBUILD_SHARE
+    if not least <= case.rebuild_share <= most:
+        raise ConfigError(f"--rebuild-share {case.rebuild_share:g}: must be from {least:g} to {most:g}")
     least_s, most_s = LAG_S
     if not least_s <= case.lag_s <= most_s:
         raise ConfigError(f"--lag {case.lag_s:g}s: must be from {least_s:g} s to {most_s:g} s, as --protect-lag")
@@ -164,14 +168,19 @@ def lines(case: Case, found: list[Option]) -> list[str]:
     out.append("  no way loses a sample; redo: the most that is trained again after a loss")
     out.append(same_promise(case, found))
     out.append(
-        "  dense part: mode hybrid needs no parity for it, every worker has it; in mode ps each mirror has it whole, "
+        f"  parity: {span(case.protected_s)} after a loss all is protected, at {case.rebuilding:.0%} of the speed "
+        f"until then (--rebuild-share {case.rebuild_share:g})"
+    )
+    out.append(
+        "  dense part: hybrid jobs need no parity for it, every worker has it; in mode ps each mirror has it whole, "
         "and repeats its updates, or with lag gets it once a lag"
     )
-    out.append("  mode hybrid trains nothing again with a lag: workers keep what mirrors lack, and push it again")
+    if not case.hybrid:
+        out.append("  --hybrid: nothing is trained again with a lag: workers keep what mirrors lack, and push it again")
     out.append("")
     for k, m, lag in ((1, 1, False), (4, 1, False), (4, 1, True), (4, 2, False), (4, 2, True)):
         if k + m <= case.ps:
-            turns = turning(break_even_mtbf_s(case, k, m, lag), break_even_bytes(case, k, m, lag))
+            turns = turning(paying_mtbf_s(case, k, m, lag), paying_bytes(case, k, m, lag))
             out.append(f"  {coded(case, k, m, lag).name} {turns}")
     out.append(as_papers(case, found))
     lossy = partial_rollback(case)
@@ -187,7 +196,7 @@ def lines(case: Case, found: list[Option]) -> list[str]:
 def same_promise(case: Case, found: list[Option]) -> str:
     """Return what checkpoints cost that leave no more to be trained again than mirrors that lag."""
     same = within(case, case.lag_s)
-    lagging = [o for o in found if o.redo_s == case.lag_s and o.interval_s != case.lag_s]
+    lagging = [o for o in found if "rebuilding" in o.parts and o.redo_s <= case.lag_s]
     text = f"  at most {span(case.lag_s)} of redo: incremental checkpoints alone "
     if same.parts["waiting for the storage"]:
         took_s = case.lag_s * (1.0 + same.parts["waiting for the storage"])
@@ -198,25 +207,37 @@ def same_promise(case: Case, found: list[Option]) -> str:
 
 
 def as_papers(case: Case, found: list[Option]) -> str:
-    """Return the comparison that papers on parity make: with full checkpoints at an interval that nobody chose."""
+    """Return the comparison that papers on parity make: with full checkpoints at an interval that nobody chose. They
+    count no checkpoints for what parity cannot repair; with ours the parity that costs least is another one, maybe."""
     fixed = every(case, PAPERS_S)
     text = f"  full checkpoints every {span(fixed.interval_s)} lose {fixed.loss:.1%} ({fixed.binds} binds)"
     parity = [o for o in found if "parity" in o.parts]
     if not parity:
         return text
-    saved = 1.0 - parity[0].loss / fixed.loss
-    words = f"{saved:.0%} less" if saved >= 0 else "more"
-    return f"{text}; {parity[0].name} loses {parity[0].loss:.1%}, {words}"
+    text += f"; {parity[0].name} loses {parity[0].loss:.1%}, {_less(parity[0].loss, fixed.loss)}"
+    bare = min(parity, key=lambda o: o.loss - o.parts.get(BEYOND, 0.0))
+    loss = bare.loss - bare.parts.get(BEYOND, 0.0)
+    return f"{text}; without {BEYOND}, {bare.name} loses {loss:.1%}, {_less(loss, fixed.loss)}"
 
 
-def turning(mtbf_s: float, table_bytes: float) -> str:
-    if mtbf_s == 0:
+def _less(loss: float, than: float) -> str:
+    return f"{1.0 - loss / than:.0%} less" if loss <= than else "more"
+
+
+def turning(mtbf_s: tuple[float, float], table_bytes: tuple[float, float]) -> str:
+    """Return where it pays: by the time between losses, and by the bytes of tables."""
+    seldom_s, often_s = mtbf_s[1], mtbf_s[0]
+    if seldom_s == 0:
         return "costs more than incremental checkpoints at any time between losses"
-    if math.isinf(mtbf_s):
+    if math.isinf(seldom_s) and not often_s:
         return "costs less than incremental checkpoints at any time between losses"
-    text = f"costs less than incremental checkpoints where a ps is lost more often than every {span(mtbf_s)}"
-    if 0 < table_bytes < math.inf:
-        text += f", or above {human_bytes(table_bytes)} of tables"
+    least, most = table_bytes
+    words = [f"more often than every {span(seldom_s)}"] if seldom_s < math.inf else []
+    words += [f"less often than every {span(often_s)}"] if often_s else []
+    text = f"costs less than incremental checkpoints where a ps is lost {' and '.join(words)}"
+    if least > 0:
+        text += f", or above {human_bytes(least)} of tables"
+        text += f", up to {human_bytes(most)}" if most < math.inf else ""
     return text
 
 

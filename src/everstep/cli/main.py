@@ -151,7 +151,7 @@ def cli() -> None:
 @click.option("--cold-dir", help="Directory for rows that were not used for long and do not fit into --ps-limit-bytes.")
 @click.option(
     "--rebuild-share",
-    help="Of a ps' time that rebuilds and new mirrors take while workers ask for rows, 0.01 to 1 (default 0.2).",
+    help="Of a ps' time that rebuilds and new mirrors take while workers ask for rows, 0.01 to 1 (default 0.1).",
 )
 @click.option(
     "--policy",
@@ -684,7 +684,11 @@ def _renamed(old: str, new: str) -> None:
 @click.option("--parity", type=float, help="Share of throughput that K+1 costs.  [default: 0.09]")
 @click.option("--replica", type=float, help="Share of throughput that 1+1 costs.  [default: 0.09]")
 @click.option("--lag", default="4s", show_default=True, help="How far mirrors may be behind (--protect lag).")
-@click.option("--lag-costs", type=float, help="Share of throughput that K+1 costs with that lag.  [default: 0.02]")
+@click.option(
+    "--lag-costs", type=float, help="Share of throughput that K+1 costs with that lag.  [default: measured; 4s: 0.02]"
+)
+@click.option("--spare-core", is_flag=True, help="The ps have a core that workers leave free: parity costs less.")
+@click.option("--hybrid", is_flag=True, help="Mode allreduce with tables on ps: no lag is trained again after a loss.")
 @click.option("--measure", is_flag=True, help="Run the kernels here for half a minute; needs --step.")
 @click.option("--rows-per-step", type=int, default=16_384, show_default=True, help="Rows that a step changes.")
 @click.option("--dim", type=int, default=16, show_default=True, help="Values of a row.")
@@ -693,7 +697,14 @@ def _renamed(old: str, new: str) -> None:
     "--write-to", type=click.Path(path_type=Path), default=Path(), help="Where checkpoints would go.  [default: .]"
 )
 @click.option("--together", type=float, default=0.2, show_default=True, help="Share of losses that take several ps.")
-@click.option("--rebuilding", type=float, default=0.5, show_default=True, help="Throughput while a ps is rebuilt.")
+@click.option("--rebuilding", type=float, default=0.92, show_default=True, help="Throughput while a ps is rebuilt.")
+@click.option(
+    "--rebuild-share",
+    type=float,
+    default=0.1,
+    show_default=True,
+    help="Of a ps' time for rebuilds, as of everstep run.",
+)
 @click.option("--may-lose", type=float, default=0.02, show_default=True, help="Updates a lossy rollback may lose.")
 @click.option(
     "--picture",
@@ -712,6 +723,7 @@ def advise(
     base_every: int | None,
     lag: str,
     lag_costs: float | None,
+    spare_core: bool,
     measure: bool,
     rows_per_step: int,
     dim: int,
@@ -725,7 +737,7 @@ def advise(
     from everstep.cli.advise import MeasureFlags
     from everstep.cli.advise import advise as say
     from everstep.errors import ConfigError
-    from everstep.policies.advise import Case
+    from everstep.policies import advise as costs
     from everstep.units import seconds, size_bytes
 
     if base_every is not None:
@@ -734,16 +746,20 @@ def advise(
     if bandwidth is None and not measure:
         raise ConfigError("no --bandwidth: give bytes a second of the storage, or --measure to find it here")
     given = {"bandwidth": bandwidth, "lag": lag_costs} | {n: numbers[n] for n in ("stall", "parity", "replica")}
-    named = {**numbers, "lag": lag_costs, "full_every": full_every}
-    case = Case(
+    lag_s = seconds(lag)
+    found = {"lag": costs.lag_costs(lag_s, spare_core)} if lag_s > 0 else {}
+    if spare_core:
+        found |= {"parity": costs.SPARE_PARITY, "replica": costs.SPARE_PARITY}
+    named = found | {n: v for n, v in {**numbers, "lag": lag_costs, "full_every": full_every}.items() if v is not None}
+    case = costs.Case(
         table_bytes=size_bytes(tables),
         bandwidth=size_bytes(bandwidth) if bandwidth is not None else 1.0,
         mtbf_s=seconds(mtbf),
         step_s=seconds(step),
         restart_s=seconds(restart),
         network=size_bytes(network),
-        lag_s=seconds(lag),
-        **{name: number for name, number in named.items() if number is not None},
+        lag_s=lag_s,
+        **named,
     )
     flags = None
     if measure:

@@ -55,6 +55,9 @@ STRATEGIES: Final = {"fixed": "fixed", "scale": "elastic"}
 
 _TYPES: Final[dict[str, Any]] = typing.get_type_hints(JobSpec)
 
+REBUILD_SHARE: Final = (0.01, 1.0)
+"""From, to."""
+
 # field -> (least, most); what lies outside is a typing error, or would only fail later and less clearly.
 _RANGES: Final[dict[str, tuple[float, float]]] = {
     "workers": (1, MEMBERS_MAX),
@@ -94,7 +97,7 @@ _RANGES: Final[dict[str, tuple[float, float]]] = {
     "master_lost_s": (3.0, 86_400.0),
     "threads_per_worker": (0, 1024),
     "ps_threads": (0, 1024),
-    "rebuild_share": (0.01, 1.0),
+    "rebuild_share": REBUILD_SHARE,
     "checkpoint_keep": (1, 1_000_000),
     "checkpoint_full_every": (0, 1_000_000),
     "ps_limit_bytes": (0, 1 << 56),

@@ -101,7 +101,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     parity: str = "0"  # "K+M": K data partitions a stripe, M parity partitions; "1+1" is a replica; "0" is off
     protect: Literal["acked", "eager", "lag"] = "acked"  # whether a push waits until parity has it; lag: later
     protect_lag: str = "4s"  # lag: parity may be so far behind
-    rebuild_share: float = 0.2  # of a ps' time that rebuilds, new mirrors and moves take while workers ask for rows
+    rebuild_share: float = 0.1  # of a ps' time that rebuilds, new mirrors and moves take while workers ask for rows
     checkpoint_every: str = ""  # "30s", "10m" or "10000batches"; empty: only when asked
     model_to: str = ""  # where the model is left when the job ends: none, run_dir, a directory or URL; empty: run_dir
     checkpoint_to: str = ""  # directory or fsspec URL; empty: RUN_DIR/checkpoints

@@ -11,23 +11,26 @@ loses, mean time between losses of a ps ``M``, restart time ``R`` and read time 
   ``n`` of them: ``W' = W (1 + n f) / (n + 1)`` on average, and ``L`` grows by ``1 + n f / 2``. (Check-N-Run, NSDI 2022,
   reports 6 to 17 times less bandwidth, so ``f`` of 0.06 to 0.17 there, with quantisation.)
 * *Parity K+M, replica*: a constant share ``o`` (``m o`` for m), whatever the bytes and the failures (ECRec measured 18
-  to 22 %; 2.6 to 5.2 % without dense replication and two-phase commit), and a rebuild of ``B = k bytes / ps /
-  network`` at the share ``r`` of the speed. Losses beyond M ps at once fall back to incremental checkpoints, which are
-  taken for these alone: they are ``p**m`` of all, where ``p`` is the share of losses that take more than one ps (in
-  traces of reclaimed machines 0.22 to 0.5). So parity costs ``m o + (1 - r) B / M`` plus the checkpoints' cost at
-  ``M / p**m``.
+  to 22 %; 2.6 to 5.2 % without dense replication and two-phase commit), and a rebuild. For each lost partition ``k``
+  others are read, and ``k`` for each mirror that the lost ps had: ``(k + m) bytes / ps`` in all, which ``ps - 1`` send
+  and receive in turns of a share of their time, so it lasts ``B = (k + m) bytes / ps / (ps - 1) / network / share``,
+  at ``r`` of the speed. Losses beyond M ps fall back to incremental checkpoints, which are taken for these alone: they
+  are ``q**m`` of all. ``q`` is ``p``, the share of losses that take more than one ps (in traces of reclaimed machines
+  0.22 to 0.5), and ``B / M``, a second loss before all is protected again. So parity costs ``m o + (1 - r) B / M``
+  plus the checkpoints' cost at ``M / q**m``.
 
-* *Parity that may lag*: mirrors are behind by at most ``l`` seconds, at a smaller share ``o``. A loss costs ``l``
-  besides: what mirrors lack is trained again, ``l / M``. The same promise from checkpoints alone, at most ``l`` to be
-  trained again after a loss, takes an interval of ``l`` (``within``); no sample is lost either way.
+* *Parity that may lag*: mirrors are behind by at most ``l`` seconds, at a smaller share ``o`` (``lag_costs``). In mode
+  ps a loss costs ``l`` besides: what mirrors lack is trained again, ``l / M``. In hybrid jobs workers push it again.
+  The same promise from checkpoints alone, at most ``l`` to be trained again after a loss, takes an interval of ``l``
+  (``within``); no sample is lost either way.
 
 * *Partial rollback* (CPR, MLSys 2021) restores a lost ps's rows alone from the newest checkpoint and trains nothing
   again: it loses the updates since then. It is not exact, so it stands apart. With ``p`` the share of all updates that
   may be lost, ``p = T / 2 / M / ps`` gives its interval ``T = 2 p ps M``; everstep itself, where a ps is lost without
   parity, reads the same rows but trains what they lack again.
 
-The defaults are measured where docs/benchmarks.md measures them (2 cores shared by workers and ps, the worst case for
-parity); a job with a core to spare for its ps should give its own ``parity``.
+The defaults are measured where docs/benchmarks.md measures them: on 2 cores that workers and ps share, the worst case
+for parity, or with a core that the ps have for themselves (``SPARE_PARITY``).
 
 What a first-order formula leaves out: losses while a checkpoint is being read, and intervals not small against ``M``; a
 loss above a half only says "does not work".
@@ -36,7 +39,12 @@ loss above a half only says "does not work".
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from itertools import pairwise
 from typing import NamedTuple
+
+BEYOND = "checkpoints beyond it"
+"""The part of an option's loss that is for losses of more ps than parity can repair."""
 
 
 class Case(NamedTuple):
@@ -53,12 +61,41 @@ class Case(NamedTuple):
     network: float = 1e9  # of one ps
     parity: float = 0.09  # share of the throughput that parity costs
     replica: float = 0.09
-    rebuilding: float = 0.5  # throughput while a ps is rebuilt
+    rebuilding: float = 0.92  # throughput until all is protected again after a loss, at ``rebuild_share``
+    rebuild_share: float = 0.1  # of a ps' time that a rebuild takes
     together: float = 0.2  # share of losses that take more than one ps at once
     step_s: float = 0.0  # 0: not known
     may_lose: float = 0.02  # share of all updates that a partial rollback may lose
     lag: float = 0.02  # share of the throughput that parity costs whose mirrors may be ``lag_s`` behind
     lag_s: float = 4.0
+    hybrid: bool = False  # workers keep what mirrors lack, and push it again after a loss
+
+    @property
+    def protected_s(self) -> float:
+        """Return how long all takes to be protected again after a loss, with parity 4+1."""
+        return self.rebuild_s(4, 1)
+
+    def rebuild_s(self, k: int, m: int) -> float:
+        """Return how long a rebuild takes: the formula of the module's docstring."""
+        return (k + m) * self.table_bytes / self.ps / max(1, self.ps - 1) / self.network / self.rebuild_share
+
+
+LAG_COSTS = ((0.5, 0.06), (2.0, 0.035), (4.0, 0.02), (8.0, 0.016), (60.0, 0.007))
+"""Share of the throughput that parity costs by lag (seconds), without a spare core (docs/benchmarks.md)."""
+SPARE_LAG_COSTS = ((0.5, 0.04), (2.0, 0.03), (4.0, 0.005), (60.0, 0.005))
+"""The same, with a core that the ps have for themselves."""
+SPARE_PARITY = 0.05
+"""Share of the throughput that parity costs there without a lag, and a replica too."""
+
+
+def lag_costs(lag_s: float, spare_core: bool = False) -> float:
+    """Return the share of the throughput that parity costs with this lag: on the line between the measured ones, over
+    the logarithm of the lag; as the nearest one beyond them."""
+    measured = SPARE_LAG_COSTS if spare_core else LAG_COSTS
+    for (low_s, low), (high_s, high) in pairwise(measured):
+        if lag_s < high_s:
+            return low + (high - low) * max(0.0, math.log(lag_s / low_s) / math.log(high_s / low_s))
+    return measured[-1][1]
 
 
 class Option(NamedTuple):
@@ -145,23 +182,24 @@ def coded(case: Case, k: int, m: int, lag: bool = False) -> Option:
     """Return what parity k+m costs; ``1+1`` is a replica. Incremental checkpoints behind it for what goes beyond.
     ``lag``: mirrors may be ``case.lag_s`` behind."""
     constant = case.replica if k == 1 else (case.lag if lag else case.parity) * m
-    rebuild_s = case.table_bytes / case.ps * k / case.network
+    rebuild_s = case.rebuild_s(k, m)
     parts = {
         "parity" if k > 1 else "replica": constant,
         "rebuilding": (1.0 - case.rebuilding) * rebuild_s / case.mtbf_s,
     }
-    if lag:
-        parts["trained again"] = case.lag_s / case.mtbf_s
+    redo_s = case.lag_s if lag and not case.hybrid else 0.0
+    if redo_s:
+        parts["trained again"] = redo_s / case.mtbf_s
     interval_s = 0.0
-    beyond = case.together**m
+    beyond = min(1.0, case.together + rebuild_s / case.mtbf_s) ** m
     if beyond > 0:
         second = checkpoints(case, incremental=True, mtbf_s=case.mtbf_s / beyond)
         interval_s = second.interval_s
-        parts["checkpoints beyond it"] = second.loss
+        parts[BEYOND] = second.loss
     name = f"replica {k}+{m}" if k == 1 else f"parity {k}+{m}"
     if lag:
         name += f" lag {case.lag_s:g}s"
-    return Option(name, sum(parts.values()), interval_s, (k + m) / k, parts, case.lag_s if lag else 0.0)
+    return Option(name, sum(parts.values()), interval_s, (k + m) / k, parts, redo_s)
 
 
 def partial_rollback(case: Case) -> Option:
@@ -189,39 +227,46 @@ def options(case: Case, codes: tuple[tuple[int, int], ...] = ((1, 1), (4, 1), (4
     return sorted(found, key=lambda option: option.loss)
 
 
-def break_even_mtbf_s(case: Case, k: int, m: int, lag: bool = False) -> float:
-    """Return the time between losses below which parity k+m costs less than incremental checkpoints, and above which
-    more. 0: it never costs less; inf: always (up to 10**9 s)."""
+def paying_range(pays: Callable[[float], bool], low: float, high: float) -> tuple[float, float]:
+    """Return the ends of the range between ``low`` and ``high`` in which ``pays`` is true (the first one, if there are
+    several): 0 and inf for an end that is not within them; (0, 0): it is nowhere true."""
+    n = 400
+    grid = [low * (high / low) ** (i / n) for i in range(n + 1)]
+    begin = next((i for i, at in enumerate(grid) if pays(at)), None)
+    if begin is None:
+        return 0.0, 0.0
+    end = next((i for i in range(begin, n + 1) if not pays(grid[i])), None)
+    return (
+        0.0 if begin == 0 else _edge(pays, grid[begin], grid[begin - 1]),
+        math.inf if end is None else _edge(pays, grid[end - 1], grid[end]),
+    )
+
+
+def _edge(pays: Callable[[float], bool], inside: float, outside: float) -> float:
+    for _ in range(60):
+        middle = math.sqrt(inside * outside)
+        inside, outside = (middle, outside) if pays(middle) else (inside, middle)
+    return inside
+
+
+def paying_mtbf_s(case: Case, k: int, m: int, lag: bool = False) -> tuple[float, float]:
+    """Return from which to which time between losses parity k+m costs less than incremental checkpoints
+    (``paying_range``, up to 10**9 s): losses that are rarer are not worth it, and where they are more frequent, the
+    next one comes before all is protected again."""
 
     def pays(mtbf_s: float) -> bool:
         at = case._replace(mtbf_s=mtbf_s)
         return coded(at, k, m, lag).loss < checkpoints(at, incremental=True).loss
 
-    low, high = 1.0, 1e9
-    if not pays(low):
-        return 0.0
-    if pays(high):
-        return math.inf
-    for _ in range(100):
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if pays(middle) else (low, middle)
-    return math.sqrt(low * high)
+    return paying_range(pays, 1.0, 1e9)
 
 
-def break_even_bytes(case: Case, k: int, m: int, lag: bool = False) -> float:
-    """Return the table bytes above which, at this time between losses, parity costs less than incremental
-    checkpoints."""
+def paying_bytes(case: Case, k: int, m: int, lag: bool = False) -> tuple[float, float]:
+    """Return from how many to how many bytes of tables parity costs less than incremental checkpoints, at this time
+    between losses (``paying_range``)."""
 
     def pays(table_bytes: float) -> bool:
         at = case._replace(table_bytes=table_bytes)
         return coded(at, k, m, lag).loss < checkpoints(at, incremental=True).loss
 
-    low, high = 1.0, 1e18
-    if pays(low):
-        return 0.0
-    if not pays(high):
-        return math.inf
-    for _ in range(100):
-        middle = math.sqrt(low * high)
-        low, high = (low, middle) if pays(middle) else (middle, high)
-    return math.sqrt(low * high)
+    return paying_range(pays, 1.0, 1e18)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from everstep.policies.advise import Case, Option, checkpoints, coded, within
+from everstep.policies.advise import Case, Option, checkpoints, coded, paying_range, within
 
 WRITE_S = (1.0, 1e5)
 """Seconds to write all tables once: the ends of the sweep."""
@@ -84,12 +84,5 @@ def turn_s(case: Case, same_redo: bool, mtbf_s: float) -> float:
     def pays(write_s: float) -> bool:
         return _cell(case, same_redo, write_s, mtbf_s).way is not ProtectionWay.CHECKPOINTS
 
-    low, high = WRITE_S
-    if pays(low):
-        return low
-    if not pays(high):
-        return math.inf
-    for _ in range(60):
-        middle = math.sqrt(low * high)
-        low, high = (low, middle) if pays(middle) else (middle, high)
-    return high
+    low, high = paying_range(pays, *WRITE_S)
+    return math.inf if high == 0.0 else max(low, WRITE_S[0])
