@@ -347,6 +347,7 @@ class Machine:
         self._apply_many = getattr(port, "mirror_apply_many", self._one_by_one)
         self._several: set[PartitionId] = set()  # more than one mirror of it may have to be brought to the same point
         self.placement: Placement | None = None
+        self._lives: dict[Slot, PeerKey] = {}  # of the ps that the placement has
         self.partitions: dict[PartitionId, MirrorState] = {}
         self.gained: dict[PartitionId, tuple[int, Arrival]] = {}  # partition -> version and how it came
         self.dirty = False
@@ -472,6 +473,7 @@ class Machine:
             return
         self._discard_inconsistent()
         before, self.placement = self.placement, placement
+        self._lives = {s.slot: (s.slot, s.incarnation) for s in placement.servers}
         members = [b for m in placement.mirrors for b in m.members]
         self._several = {b for b, n in Counter(members).items() if n > 1}
         mine = set(placement.owned_by(self.me[0])) if self._alive(self.me) else set()
@@ -508,20 +510,16 @@ class Machine:
         self.settle()
 
     def _alive(self, peer: PeerKey) -> bool:
-        assert self.placement is not None
-        return any((s.slot, s.incarnation) == peer for s in self.placement.servers)
+        return self._lives.get(peer[0]) == peer
 
     def _key(self, slot: Slot) -> PeerKey | None:
         """Return the present life of a slot, by the placement."""
-        assert self.placement is not None
-        for s in self.placement.servers:
-            if s.slot == slot:
-                return s.slot, s.incarnation
-        return None
+        return self._lives.get(slot)
 
     def _owner(self, partition: PartitionId) -> PeerKey:
         assert self.placement is not None
-        return self._key(self.placement.owner[partition]) or (self.placement.owner[partition], Incarnation(-1))
+        slot = self.placement.owner[partition]
+        return self._lives.get(slot) or (slot, Incarnation(-1))
 
     def _fence(self, partition: PartitionId) -> None:
         """Serve it no longer; its mirrors still get what is on its way."""
