@@ -11,8 +11,6 @@ before the death; what is trained again is lost. So the redo counts, as ECRM cou
 - *device*: as *parity*, with workers on emulated accelerators (a step is ``STEP_S`` of sleep), so that the ps have
   time of their own, and with ``KEYS`` rows of ``DIM`` numbers; its figures begin with ``device_``;
 - *large*: as *device*, with ``LARGE_KEYS`` rows, so that the rebuild takes seconds; its figures begin with ``large_``;
-- *gentle*: as *large*, with ``--rebuild-share`` of ``GENTLE``: six ps at the default would take 1.2 of two cores; its
-  figures begin with ``gentle_``;
 - *restore*: no parity, a checkpoint every ``interval_s``; the whole job is killed half an interval after its newest
   checkpoint began (on average that much is trained again), and taken up from there with ``everstep resume``. The window
   ends AFTER_S after as many samples as before the death are trained;
@@ -31,7 +29,7 @@ medians, a parity loss of less than 0.1 s counting as 0.1 s. ``expected_over_par
 checkpoint interval of T seconds: half of T is trained again, the rest of the restore takes as long as measured.
 What protection costs while nothing is lost is not in here: see ``parity_overhead``.
 EVERSTEP_RECOVERY_INTERVAL_S (30), EVERSTEP_RECOVERY_ROUNDS (3), EVERSTEP_RECOVERY_SIDES (all; what needs another side
-is left out then), EVERSTEP_RECOVERY_SHARE (``rebuild_share``, but of *unpaced* and *gentle*).
+is left out then), EVERSTEP_RECOVERY_SHARE (``rebuild_share``, but of *unpaced*).
 """
 
 from __future__ import annotations
@@ -64,7 +62,6 @@ DEVICE = ROOT / "benchmarks" / "twins" / "slow_device.py"
 STEP_S, DEVICE_BATCH, FIELDS, KEYS, DIM = 0.08, 64, 200, 500_000, 32
 DEVICE_WARM_S = 12.0  # until every row is there
 LARGE_KEYS, LARGE_WARM_S = 2_500_000, 60.0
-GENTLE = 0.1
 INTERVALS_S = (30, 600, 1800)
 
 
@@ -121,17 +118,13 @@ def large(home: Path, interval_s: float) -> dict[str, float]:
     return emulated(home, "large", LARGE_KEYS, LARGE_WARM_S)
 
 
-def gentle(home: Path, interval_s: float) -> dict[str, float]:
-    return emulated(home, "gentle", LARGE_KEYS, LARGE_WARM_S, GENTLE)
-
-
-def emulated(home: Path, name: str, keys: int, warm_s: float, share: float = 0.0) -> dict[str, float]:
-    """A table of so many rows; the job's data lasts longer than the window. ``share``: 0 for that of the others."""
+def emulated(home: Path, name: str, keys: int, warm_s: float) -> dict[str, float]:
+    """A table of so many rows; the job's data lasts longer than the window."""
     samples = round(DEVICE_BATCH / STEP_S * 2 * (warm_s + 108.0))
     script = [str(DEVICE), "--mode", "ps", "--home", str(home), "--members", "2", "--rows", str(samples)]
     script += ["--batch", str(DEVICE_BATCH), "--sample-s", str(STEP_S / DEVICE_BATCH), "--fields", str(FIELDS)]
     script += ["--keys", str(keys), "--dim", str(DIM), "--pattern", json.dumps({"kind": "constant", "s": 1.0})]
-    found = killed(home, share or share_of_time(), script, warm_s)
+    found = killed(home, share_of_time(), script, warm_s)
     return {f"{name}_{figure.removeprefix('parity_')}": value for figure, value in found.items()}
 
 
@@ -252,7 +245,7 @@ def over_parity(figures: dict[str, float], interval_s: float) -> dict[str, float
 def run(quick: bool) -> Result:
     interval_s = float(os.environ.get("EVERSTEP_RECOVERY_INTERVAL_S", "8" if quick else "30"))
     rounds = 1 if quick else int(os.environ.get("EVERSTEP_RECOVERY_ROUNDS", "3"))
-    known = {"parity": parity, "unpaced": unpaced, "device": device, "large": large, "gentle": gentle}
+    known = {"parity": parity, "unpaced": unpaced, "device": device, "large": large}
     known |= {"restore": restore, "partial": partial}
     names = os.environ.get("EVERSTEP_RECOVERY_SIDES", ",".join(known)).split(",")
     if unknown := set(names) - known.keys():
@@ -271,7 +264,7 @@ def run(quick: bool) -> Result:
         figures |= over_parity(figures, interval_s)
     aims = {
         f"{side}{figure}": aim
-        for side in ("", "device_", "large_", "gentle_")
+        for side in ("", "device_", "large_")
         for figure, aim in (
             ("first_row_s", "<= 0.05"),
             ("served_s", "<= 0.05"),
