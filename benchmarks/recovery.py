@@ -232,10 +232,9 @@ def partial(home: Path, interval_s: float) -> dict[str, float]:
 def over_parity(figures: dict[str, float], interval_s: float) -> dict[str, float]:
     """What going back to a checkpoint costs, of what a loss costs with parity."""
     floor = max(figures["parity_lost_s"], 0.1)
-    out = {
-        "restore_over_parity": figures["restore_lost_s"] / floor,
-        "partial_over_parity": figures["partial_lost_s"] / floor,
-    }
+    out = {"restore_over_parity": figures["restore_lost_s"] / floor}
+    if "partial_lost_s" in figures:
+        out["partial_over_parity"] = figures["partial_lost_s"] / floor
     for other_s in INTERVALS_S:
         rest_s = max(0.0, figures["restore_lost_s"] - interval_s / 2)
         out[f"expected_over_parity_{other_s}"] = (other_s / 2 + rest_s) / floor
@@ -260,7 +259,7 @@ def run(quick: bool) -> Result:
     found = interleaved(sides, rounds, say, "restore" if "restore" in ways else names[0])
     values = {name: [r[name] for r in results] for results in found.values() for name in results[0]}
     figures = {"interval_s": interval_s} | {name: median(v) for name, v in values.items()}
-    if {"parity", "restore", "partial"} <= ways.keys():
+    if {"parity", "restore"} <= ways.keys():
         figures |= over_parity(figures, interval_s)
     aims = {
         f"{side}{figure}": aim

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from itertools import pairwise
@@ -122,3 +123,35 @@ def test_parity_that_lags_turns_by_itself() -> None:
     assert paying_mtbf_s(CASE, 4, 1, lag=True)[1] > paying_mtbf_s(CASE, 4, 1)[1] == 0.0
     assert 0.0 < paying_bytes(CASE, 4, 1, lag=True)[0] < math.inf
     assert any("parity 4+1 lag 4s costs less than" in line for line in lines(CASE, options(CASE)))
+
+
+def test_the_picture_in_the_documentation_is_what_the_command_draws() -> None:
+    documented = Path(__file__).parents[2] / "docs" / "crossover.svg"
+    assert documented.read_text() == draw(CASE), (
+        "everstep advise --tables 220GB --bandwidth 1.4GB --mtbf 8h --picture docs/crossover.svg"
+    )
+
+
+def test_what_a_job_is_said_to_be_changes_what_parity_costs() -> None:
+    def case(*flags: str) -> dict[str, float]:
+        words = ["advise", "--tables", "220GB", "--bandwidth", "1.4GB", "--mtbf", "8h", "--json", *flags]
+        found = CliRunner().invoke(cli, words)
+        assert found.exit_code == 0, found.output
+        return json.loads(found.output)["case"]
+
+    shared, spare = case(), case("--spare-core")
+    assert Case(**shared) == CASE and spare["lag"] < shared["lag"] and spare["parity"] < shared["parity"]
+    assert case("--spare-core", "--lag-costs", "0.3", "--parity", "0.4")["lag"] == 0.3, "who says it is believed"
+    assert case("--lag", "60s")["lag"] < shared["lag"] < case("--lag", "1s")["lag"]
+    assert case("--hybrid")["hybrid"] is True
+    nothing = CliRunner().invoke(
+        cli, ["advise", "--tables", "1GB", "--bandwidth", "1GB", "--mtbf", "1h", "--lag", "0s"]
+    )
+    assert nothing.exit_code != 0 and "--lag 0s" in str(nothing.exception or nothing.output)
+
+
+@pytest.mark.parametrize("share", ["0", "0.005", "1.5", "nan"])
+def test_a_share_that_no_job_may_have_is_refused(share: str) -> None:
+    words = ["advise", "--tables", "1GB", "--bandwidth", "1GB", "--mtbf", "1h", "--rebuild-share", share]
+    found = CliRunner().invoke(cli, words)
+    assert found.exit_code != 0 and "--rebuild-share" in str(found.exception or found.output)

@@ -122,7 +122,7 @@ def measured_lines(case: Case, costs: MeasuredCosts, flags: MeasureFlags) -> lis
         f"for workers and ps: parity {case.parity:.2%}, with lag {case.lag:.2%}, stall {case.stall:.2%}"
     )
     if flags.given:
-        words = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(flags.given))
+        words = ", ".join(_FLAGS.get(name, f"--{name.replace('_', '-')}") for name in sorted(flags.given))
         out.append(f"  given, and so not taken from the measurement: {words}")
     return [*out, ""]
 

@@ -764,6 +764,7 @@ def advise(
     flags = None
     if measure:
         known = frozenset(name for name, value in given.items() if value is not None)
+        known |= {"parity", "replica", "lag"} if spare_core else set()  # (kernels alone do not say what is left free)
         flags = MeasureFlags(case.step_s, rows_per_step, dim, cores or os.cpu_count() or 1, write_to, known)
     say(case, as_json, flags, picture)
 
