@@ -208,16 +208,15 @@ def same_promise(case: Case, found: list[Option]) -> str:
 
 def as_papers(case: Case, found: list[Option]) -> str:
     """Return the comparison that papers on parity make: with full checkpoints at an interval that nobody chose. They
-    count no checkpoints for what parity cannot repair; with ours the parity that costs least is another one, maybe."""
+    count no checkpoints for what parity cannot repair; without ours another parity may cost least."""
     fixed = every(case, PAPERS_S)
     text = f"  full checkpoints every {span(fixed.interval_s)} lose {fixed.loss:.1%} ({fixed.binds} binds)"
     parity = [o for o in found if "parity" in o.parts]
     if not parity:
         return text
     text += f"; {parity[0].name} loses {parity[0].loss:.1%}, {_less(parity[0].loss, fixed.loss)}"
-    bare = min(parity, key=lambda o: o.loss - o.parts.get(BEYOND, 0.0))
-    loss = bare.loss - bare.parts.get(BEYOND, 0.0)
-    return f"{text}; without {BEYOND}, {bare.name} loses {loss:.1%}, {_less(loss, fixed.loss)}"
+    loss, name = min((o.loss - o.parts.get(BEYOND, 0.0), o.name) for o in parity)
+    return f"{text}; without {BEYOND}, {name} loses {loss:.1%}, {_less(loss, fixed.loss)}"
 
 
 def _less(loss: float, than: float) -> str:

@@ -747,7 +747,7 @@ def advise(
         raise ConfigError("no --bandwidth: give bytes a second of the storage, or --measure to find it here")
     given = {"bandwidth": bandwidth, "lag": lag_costs} | {n: numbers[n] for n in ("stall", "parity", "replica")}
     lag_s = seconds(lag)
-    found = {"lag": costs.lag_costs(lag_s, spare_core)} if lag_s > 0 else {}
+    found = {"lag": costs.lag_costs(lag_s, spare_core)}
     if spare_core:
         found |= {"parity": costs.SPARE_PARITY, "replica": costs.SPARE_PARITY}
     named = found | {n: v for n, v in {**numbers, "lag": lag_costs, "full_every": full_every}.items() if v is not None}

@@ -94,7 +94,7 @@ def lag_costs(lag_s: float, spare_core: bool = False) -> float:
     measured = SPARE_LAG_COSTS if spare_core else LAG_COSTS
     for (low_s, low), (high_s, high) in pairwise(measured):
         if lag_s < high_s:
-            return low + (high - low) * max(0.0, math.log(lag_s / low_s) / math.log(high_s / low_s))
+            return low + (high - low) * math.log(max(lag_s, low_s) / low_s) / math.log(high_s / low_s)
     return measured[-1][1]
 
 

@@ -519,7 +519,7 @@ class Machine:
     def _owner(self, partition: PartitionId) -> PeerKey:
         assert self.placement is not None
         slot = self.placement.owner[partition]
-        return self._lives.get(slot) or (slot, Incarnation(-1))
+        return self._key(slot) or (slot, Incarnation(-1))
 
     def _fence(self, partition: PartitionId) -> None:
         """Serve it no longer; its mirrors still get what is on its way."""
