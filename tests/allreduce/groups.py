@@ -93,6 +93,8 @@ class ScriptedSession:
         self.leave_at = -1
         self._outcome = VoteOutcome.REDO
         self.warm_up = self.warming_up = False
+        self.left_warm_ups = 0
+        self.left: list[int] = []  # steps in which the script left the loop
 
     def warm_up_step(
         self, dataset: int, until_epoch: int, plan: ShardSchedule, batch_samples: int, largest: int = 0
@@ -106,6 +108,10 @@ class ScriptedSession:
     def warmed_up(self) -> None:
         assert self.warming_up
         self.warming_up = False
+
+    def left_warm_up(self) -> None:
+        assert not self.warming_up
+        self.left_warm_ups += 1
 
     def enter(self, dataset: int, until_epoch: int, plan: ShardSchedule, batch_samples: int, largest: int = 0) -> None:
         self.dataset, self.until, self.plan, self.batch = dataset, until_epoch, plan, batch_samples
@@ -139,7 +145,8 @@ class ScriptedSession:
         self.log.append((step.number, step.lo, step.hi, "broken"))
         assert len(self.log) < 1000, "breaks again and again"
 
-    def done(self, step: StepAttempt, stepped: bool = True) -> None:
+    def done(self, step: StepAttempt, stepped: bool = True, left: bool = False) -> None:
+        self.left += [step.number] if left else []
         self.log.append((step.number, step.lo, step.hi, self._outcome.value))
         self.position = Position(step.number + 1, step.dataset, step.epoch, step.hi)
 

@@ -42,7 +42,7 @@ from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.group import Committed, Group, GroupMember, Position
 from everstep.model.reasons import LeaveReason
 from everstep.model.shard import ShardSchedule
-from everstep.net.messages import RequestType
+from everstep.net.messages import MayEnd, RequestType, StillNeeded
 from everstep.storage.chain import read_chain
 
 BATCH = 4
@@ -93,7 +93,7 @@ class Keeper:
         self.state.loop, self.state.sum, self.state.rate = loop, total, rate
         return Position(step, dataset, epoch, sample)
 
-    def boundary(self) -> None: ...
+    def boundary(self, saves: bool = True) -> None: ...
 
     def idle(self) -> None: ...
 
@@ -172,7 +172,8 @@ class Member:
         session = self.session
         for dataset, until in self.world.loops:
             session.enter(dataset, until, self.world.plan, BATCH)
-            while (step := session.begin()) is not None:
+            left = False
+            while not left and (step := session.begin()) is not None:
                 if step.number == self.hold_at:
                     assert self.go.wait(WAIT_S)
                 try:
@@ -187,7 +188,8 @@ class Member:
                 self.outcomes.append((step.number, outcome))
                 if outcome is not VoteOutcome.REDO:
                     self.state.sum += step.total
-                    session.done(step)
+                    left = self.world.leave_at in (step.number, -2)
+                    session.done(step, left=left)
             self.state.rate += 1
 
     def die(self) -> None:
@@ -212,6 +214,7 @@ class World:
         self.lost: list[tuple[Slot, Incarnation]] = []
         self.steps: list[Committed] = []
         self.newest: Group | None = None
+        self.leave_at = -1  # step in which scripts leave their loop; -2: in each
         self._lock = threading.Lock()
 
     def start(self, *slots: int) -> list[Member]:
@@ -510,7 +513,78 @@ def test_a_script_that_ended_with_a_copied_state_waits_until_the_journal_has_it(
     monkeypatch.setattr(member.session, "_agreed_at", 7)
     with pytest.raises(PlatformError, match="are void"):
         member.session.close()
-    assert said == [GroupLeft(LeaveReason.DONE, 1, 7)] * 3
+    reached = member.state.position.step
+    assert said == [GroupLeft(LeaveReason.DONE, 1, 7, reached, 1)] * 3
+
+
+def left_early(world: World, slots: tuple[int, ...], at: int) -> list[Member]:
+    """Return members whose scripts left their loop in step ``at``, and stand behind it."""
+    world.leave_at = at
+    members = world.start(*slots)
+    world.publish(*slots)
+    world.wait(lambda: all(m.ended for m in members))
+    world.wait(lambda: {c.last for c in world.steps} >= {at - 1})
+    time.sleep(0.2)  # (more than between two reports)
+    assert max(c.last for c in world.steps) == at - 1
+    return members
+
+
+def test_a_step_in_which_the_only_script_left_its_loop_is_told_when_the_script_has_gone_on(world: World) -> None:
+    (member,) = left_early(world, (0,), 7)
+    member.session.close("it raised")
+    assert max(c.last for c in world.steps) == 6
+    world.members.clear()
+    world.steps.clear()
+    (member,) = left_early(world, (1,), 7)
+    member.session.close()
+    assert max(c.last for c in world.steps) == 7
+
+
+def test_a_next_loop_shows_that_the_script_went_on(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also to checkpoints, of which there would be none in a script that leaves each of its loops."""
+    saved: list[int] = []
+    monkeypatch.setattr(Keeper, "boundary", lambda self, saves=True: saved.append(self.state.position.step * saves))
+    monkeypatch.setattr(Keeper, "idle", lambda self: saved.append(-self.state.position.step))
+    world.loops, world.leave_at = [(0, 1)] * 3, -2  # each
+    (member,) = world.start(0)
+    world.publish(0)
+    world.wait(lambda: bool(member.ended))
+    assert member.committed == [0, 1, 2] and saved == [0, -1, 0, -2, 0]
+    world.wait(lambda: max((c.last for c in world.steps), default=-1) == 1)
+
+
+def test_a_step_in_which_all_scripts_left_their_loop_is_told_when_all_have_come_to_the_end(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is last may be minutes behind: the others keep the state, and hear from the master that all have it."""
+    a, b = left_early(world, (0, 1), 7)
+    answers: dict[int, Answer] = {0: StillNeeded(0.01, 0), 1: StillNeeded(0.01, 0)}
+    ended: list[GroupLeft] = []
+
+    def call(member: Member) -> Callable[[RequestType, float], Any]:
+        def answer(request: RequestType, timeout_s: float) -> Answer:
+            if isinstance(request, GroupLeft):
+                ended.append(request)
+            return answers[int(member.runtime.slot)] if isinstance(request, MayEnd) else Ok()
+
+        return answer
+
+    for member in (a, b):
+        monkeypatch.setattr(member.runtime, "call", call(member))
+    threads = [threading.Thread(target=m.session.close, daemon=True) for m in (a, b)]
+    threads[0].start()
+    world.wait(lambda: len(ended) == 1)
+    time.sleep(0.2)
+    assert max(c.last for c in world.steps) == 6 and threads[0].is_alive()
+    threads[1].start()
+    world.wait(lambda: len(ended) == 2)
+    assert [(e.reached, e.generation) for e in ended] == [(8, 1)] * 2
+    answers[0] = answers[1] = StillNeeded(0.01, 8)
+    world.wait(lambda: max(c.last for c in world.steps) == 7)
+    answers[0] = answers[1] = Ok()
+    for thread in threads:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
 
 
 def test_a_step_of_an_older_group_is_told_with_the_generation_in_which_everybody_has_it(world: World) -> None:

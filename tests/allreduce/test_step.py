@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 from functools import partial
@@ -119,10 +120,31 @@ def test_a_script_that_leaves_its_loop_in_the_warm_up_step() -> None:
         for one in member.steps(ListLoader(data(), 8)):
             loss_of(model, one).backward()
             break
-        assert not member.session.warming_up
+        assert not member.session.warming_up and member.session.left_warm_ups == 1
         return values(model)
 
     same(run_group(2, JobSpec(workers=2), script)[0], values(net(norm=True)))
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_step_in_which_the_script_leaves_the_loop_is_not_told_yet(raises: bool) -> None:
+    """Not even where it stepped: nobody knows whether an error is on its way."""
+
+    def script(member: Member) -> list[int]:
+        model = member.replicate(net())
+        opt = member.optimizer(adam(model))
+        with contextlib.suppress(ZeroDivisionError):
+            for one in member.steps(ListLoader(data(), 8)):
+                loss_of(model, one).backward()
+                if member.engine.step_number == 1:
+                    if raises:
+                        raise ZeroDivisionError
+                    break
+                opt.step()
+        assert [number for number, _, _, _ in member.session.log] == [0, 1]
+        return member.session.left
+
+    assert run_group(2, JobSpec(workers=2), script) == [[1], [1]]
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")

@@ -351,6 +351,61 @@ def test_a_leader_that_cannot_write_costs_the_checkpoint_only() -> None:
     assert job.brain.checkpoints.writing is None and not job.brain.job.over
 
 
+def left_loop(job: Script, slot: int, reached: int, generation: int = 1) -> list[InstructionType]:
+    """The script of this worker left its loop before the data's end, and has come to its end."""
+    who = by_worker(Slot(slot), Incarnation(job.lives[slot]))
+    job.say(Event(0.0, ChiefAsked(), who))
+    return job.say(Event(0.0, GroupLeft(LeaveReason.DONE, 1, 0, reached, generation), who))
+
+
+def test_the_last_step_of_scripts_that_leave_their_loops_is_told_when_all_have_ended() -> None:
+    job = Script()
+    job.commit(0, 5, 0, 0, 60)
+    assert "checkpoint begun" not in actions(left_loop(job, 1, 7))  # the other one may train on
+    assert job.brain.groups.committed_everywhere() == 0
+    assert "checkpoint begun" in actions(left_loop(job, 0, 7))
+    assert job.brain.groups.committed_everywhere() == 7
+    assert not any(job.brain.may_end(Slot(slot), Incarnation(1)) for slot in (0, 1))
+    steps = Committed(1, 6, 6, 0, 0, 60, 70)
+    job.say(Event(0.0, StepsCommitted((steps,)), by_worker(Slot(0), Incarnation(1))))
+    writing = job.brain.checkpoints.writing
+    assert writing is not None and writing.reason is CheckpointReason.FINAL
+    job.written(Position(7, 0, 0, 70), writing.number)
+    assert all(job.brain.may_end(Slot(slot), Incarnation(1)) for slot in (0, 1))
+
+
+def test_no_worker_goes_before_the_last_step_is_told_though_there_is_no_checkpoint() -> None:
+    job = Script(msgspec.structs.replace(SPEC, checkpoint_every=""))
+    job.commit(0, 5, 0, 0, 60)
+    for slot in (0, 1):
+        left_loop(job, slot, 7)
+    assert not any(job.brain.may_end(Slot(slot), Incarnation(1)) for slot in (0, 1))
+    steps = Committed(1, 6, 6, 0, 0, 60, 70)
+    job.say(Event(0.0, StepsCommitted((steps,)), by_worker(Slot(0), Incarnation(1))))
+    assert all(job.brain.may_end(Slot(slot), Incarnation(1)) for slot in (0, 1))
+
+
+@pytest.mark.parametrize("other", [(6, 1), (7, 2), (7, 0), (0, 0)])
+def test_states_that_differ_let_nobody_tell(other: tuple[int, int]) -> None:
+    """One left its loop in the step that the other did again without it, or says nothing."""
+    job = Script()
+    job.commit(0, 5, 0, 0, 60)
+    left_loop(job, 0, 7)
+    left_loop(job, 1, *other)
+    assert job.brain.groups.committed_everywhere() == 0
+
+
+def test_a_newcomer_without_a_state_is_not_waited_for_to_tell_the_last_step() -> None:
+    """The chief was lost behind the loop that all left: the one in its place copies the state once it is told."""
+    job = Script()
+    job.commit(0, 5, 0, 0, 60)
+    left_loop(job, 1, 7)
+    job.kill(0)
+    job.hire(0)
+    job.ask(0)
+    assert job.brain.groups.committed_everywhere() == 7
+
+
 def test_who_writes_what_the_job_ends_with_is_lost_and_another_one_writes_it() -> None:
     """Both scripts are over; nobody goes before the state is in the job's last checkpoint."""
     job = Script()

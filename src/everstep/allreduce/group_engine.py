@@ -511,6 +511,7 @@ class GroupEngine:
     def _warm_up(self, session: GroupSession, step: StepAttempt, loader: Batches) -> Iterator[Any]:
         """Yield one iteration of the script whose outcome is thrown away, as that of a step which is done again: what
         is slow for the first time (memory, kernels, compilers, the loader) is not to be waited for by others."""
+        left = False
         try:
             self._begin(step, warm_up_step=True)
             micro = step.micros[0]
@@ -520,7 +521,10 @@ class GroupEngine:
             self.in_hand = micro.hi - micro.lo
             yield batch
             self.in_hand = 0
-        finally:  # also where the script leaves the loop
+        except GeneratorExit:
+            left = True
+            raise
+        finally:
             self._in_script = self._warming_up = False
             if self._reducer is not None:
                 if self._outcome is None:
@@ -531,6 +535,8 @@ class GroupEngine:
             self._saved.restore()
             self._step = None
             session.warmed_up()
+            if left:
+                session.left_warm_up()
 
     def _next(self, session: GroupSession) -> StepAttempt | None:
         self.clock.switch(stepclock.BARRIER)
@@ -632,7 +638,7 @@ class GroupEngine:
             self.state.carried = carried
         if self.tables is not None:
             self.tables.hold_step()
-        session.done(step, self._stepped)
+        session.done(step, self._stepped, left=self._leaving_loop)
         if self.tables is not None and not self.tables.close_step(step):
             session.broken(step)
 

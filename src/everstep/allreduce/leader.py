@@ -108,6 +108,9 @@ class LeaderSession:
     def warmed_up(self) -> None:
         """There is none."""
 
+    def left_warm_up(self) -> None:
+        """There is none."""
+
     def enter(self, dataset: int, until_epoch: int, plan: ShardSchedule, batch_samples: int, largest: int = 0) -> None:
         size = self._spread  # (``largest`` is of each process)
         self.inner.enter(dataset, until_epoch, plan, batch_samples * size, largest * size)
@@ -144,8 +147,8 @@ class LeaderSession:
     def broken(self, step: StepAttempt) -> None:
         self.inner.broken(step)
 
-    def done(self, step: StepAttempt, stepped: bool = True) -> None:
-        self.inner.done(step, stepped)
+    def done(self, step: StepAttempt, stepped: bool = True, left: bool = False) -> None:
+        self.inner.done(step, stepped, left)
 
     def behind_loop(self) -> BehindLoop:
         where: BehindLoop = self.inner.behind_loop()
@@ -200,6 +203,9 @@ class FollowerSession:
     def warmed_up(self) -> None:
         """There is none."""
 
+    def left_warm_up(self) -> None:
+        """There is none."""
+
     def enter(self, dataset: int, until_epoch: int, plan: ShardSchedule, batch_samples: int, largest: int = 0) -> None:
         """The leader does."""
 
@@ -251,7 +257,7 @@ class FollowerSession:
     def broken(self, step: StepAttempt) -> None:
         """The leader knows."""
 
-    def done(self, step: StepAttempt, stepped: bool = True) -> None:
+    def done(self, step: StepAttempt, stepped: bool = True, left: bool = False) -> None:
         """The leader says so."""
 
     def behind_loop(self) -> BehindLoop:

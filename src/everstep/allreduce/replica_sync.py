@@ -134,10 +134,11 @@ class ReplicaSync:
 
     # ------------------------------------------------------------ while training
 
-    def boundary(self) -> None:
-        """A step is over and ``state.position`` is that of the next one."""
+    def boundary(self, saves: bool = True) -> None:
+        """A step is over and ``state.position`` is that of the next one. ``saves``: a checkpoint may be of it."""
         self.source.boundary()
-        self.writer.boundary()
+        if saves:
+            self.writer.boundary()
 
     def idle(self) -> None:
         """Do as ``boundary`` does, where nothing was trained: now and then while waiting between two steps."""

@@ -8,6 +8,8 @@ stalls, and closes what is left behind. What they share is the machine (``protoc
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -119,7 +121,7 @@ class ReplicaCopies(Protocol):
 
     def compare(self, group: Group, rank: int, gather: Callable[[list[int]], list[list[int]]]) -> None: ...
 
-    def boundary(self) -> None: ...
+    def boundary(self, saves: bool = True) -> None: ...
 
     def idle(self) -> None: ...
 
@@ -158,6 +160,8 @@ class Session:
         self._waiting_since = 0.0  # for a newer group, while the present one is broken
         self._asked_at = 0.0
         self._voted: Committed | None = None  # in the script's hands
+        self._done_in = 0  # generation in which the last step of the state was done here; 0: it was copied
+        self._left_loop = False  # in the midst of the last iteration, and the script has not gone on since
         self._formed = False  # nobody of the present group had a state
         self._furthest = 0  # loop that a holder of the state was in when the present group met, or before a step of it
         self._loop = 0  # of the script, from 1: the one it is in, or was in last
@@ -170,6 +174,7 @@ class Session:
         self._leave_announced = False
         self._left = False  # before the script's end
         self._ended = False  # the script came to its end
+        self._asked_to_end = False
         self._warming_up = False  # the script's thread uses the state before the first group
         self._held_back: Follow | None = None  # meanwhile
         self._synced = 0  # generation that we follow, and are up with; 0: none
@@ -209,7 +214,7 @@ class Session:
     def warm_up_step(
         self, dataset: int, until_epoch: int, plan: ShardSchedule, batch_samples: int, largest: int = 0
     ) -> StepAttempt | None:
-        if self._entered or self.runtime.embedded or self.tables is not None:
+        if self._entered or self.runtime.embedded or self.tables is not None or self._no_warm_up.exists():
             return None
         self.dataset, self.until_epoch, self.batch_samples = dataset, until_epoch, batch_samples
         self._warming_up = True
@@ -233,6 +238,25 @@ class Session:
             held_back, self._held_back = self._held_back, None
             if held_back is not None:
                 self._do([held_back])
+
+    @property
+    def _no_warm_up(self) -> Path:
+        return Path(self.runtime.run_dir) / "logs" / f"worker-{self.runtime.slot}.no-warm-up"
+
+    def left_warm_up(self) -> None:
+        if self._asked_to_end or self.failure is not None:
+            return
+        with contextlib.suppress(OSError):
+            self._no_warm_up.touch()
+        with contextlib.suppress(OSError, ValueError):
+            print(
+                f"everstep: worker:{self.runtime.slot}: the script left its loop in the warm-up step, of which no "
+                "result and no error may come: it begins anew, without one",
+                file=sys.stderr,
+            )
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(PlatformError.exit_code)
 
     def enter(self, dataset: int, until_epoch: int, plan: ShardSchedule, batch_samples: int, largest: int = 0) -> None:
         """A loop over ``dataset`` begins. Returns when this process is a member of a group and has its state, or when
@@ -264,7 +288,12 @@ class Session:
         self._turn_to(dataset)
         self._ask()
         self._say_synced()
-        self._join()
+        joined = self._join()
+        left, self._left_loop = self._left_loop, False
+        if left and joined is not None:  # the script has gone on behind the loop that it left
+            if joined[0].size == 1:
+                self._settle(self.state.position.step)
+            self.replica.idle()
 
     def _tell_copied(self, copy: CopyToBegin) -> None:
         """Tell the steps of a copy that the worker which wrote it may not have told, in its name."""
@@ -379,9 +408,9 @@ class Session:
             if step.collective is self._present:
                 self._do(self._broke())
 
-    def done(self, step: StepAttempt, stepped: bool = True) -> None:
+    def done(self, step: StepAttempt, stepped: bool = True, left: bool = False) -> None:
         """A committed (or skipped) step is over, the script's iteration too: the state is that of the next position.
-        ``stepped``: the script called ``opt.step()`` in it."""
+        ``stepped``: the script called ``opt.step()`` in it. ``left``: see ``step.GroupSession``."""
         voted, self._voted = self._voted, None
         if voted is not None and not stepped and not voted.skipped:
             voted = msgspec.structs.replace(voted, unstepped=((step.lo, step.hi),))
@@ -390,11 +419,12 @@ class Session:
         self.commits.done(voted)
         self.state.position = Position(step.number + 1, step.dataset, step.epoch, step.hi)
         self._places[step.dataset] = step.epoch, step.hi
-        if step.size == 1:
+        self._done_in, self._left_loop = step.generation, left
+        if step.size == 1 and not left:
             self._settle(step.number + 1)
         if self.commits.confirmed >= self._came_at:
             self.replica.journaled()
-        self.replica.boundary()
+        self.replica.boundary(saves=not left)
 
     def _settle(self, before: int) -> None:
         """Everybody has every step below ``before``: they may be told, and checkpoints of them, once the ps have what
@@ -424,25 +454,19 @@ class Session:
                 newest = self.machine.newest
                 if self.tables is not None and newest is not None:
                     self.tables.finish(self.state.position.step - 1, newest.lease)
+            present = self.machine.present
+            if self._left_loop and present is not None and present.size == 1 and not self._void:
+                self._settle_end()
             void = not self._tell_rest()
         if not failed and self._entered and not self._left and not void:
             with contextlib.suppress(EverstepError):
                 void = not self._say_done()
+                if not void and self._left_loop:
+                    self._abort_groups()  # others may have stayed in the loop, and wait for us
                 if not void:
                     self._keep_the_state()
         self._closed.set()
-        with self._changed:
-            connected = [*self._ready.values(), *self._retired]
-            if self._present is not None:
-                connected.append(self._present)
-            if self._building is not None:
-                connected.append(self._building[0])
-            self._ready.clear()
-            self._retired.clear()
-            self._present = self._building = None
-            self._changed.notify_all()
-        for collective in connected:
-            collective.abort()
+        self._abort_groups()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(2.0)
         if self._log is not None:
@@ -455,12 +479,35 @@ class Session:
                 "those before ours were lost. They are done again, by this worker too"
             )
 
+    def _abort_groups(self) -> None:
+        """Leave all groups: who waits for us in one is to wait no more. Harmless when repeated."""
+        with self._changed:
+            connected = [*self._ready.values(), *self._retired]
+            if self._present is not None:
+                connected.append(self._present)
+            if self._building is not None:
+                connected.append(self._building[0])
+            self._ready.clear()
+            self._retired.clear()
+            self._present = self._building = None
+            self._changed.notify_all()
+        for collective in connected:
+            collective.abort()
+
+    def _settle_end(self) -> None:
+        """The loop was left in the midst of an iteration: everybody is known to have done that step, too."""
+        if self.tables is not None:
+            self.tables.pushed = self.state.position.step
+        self._settle(self.state.position.step)
+
     def _say_done(self) -> bool:
         """Say that our script came to its end. Others may be lost that could tell steps which we copied: it is no end
         before the journal has those. False: they were lost, and our steps are void."""
         copied = self._agreed_at if self._lineage == self._own_lineage else 0
+        reached = self.state.position.step if self._done_in else 0
+        left = GroupLeft(LeaveReason.DONE, self._lineage, copied, reached, self._done_in)
         while not self._void:
-            answer = self.runtime.call(GroupLeft(LeaveReason.DONE, self._lineage, copied), _CLOSE_S)
+            answer = self.runtime.call(left, _CLOSE_S)
             if not isinstance(answer, Wait):
                 return not isinstance(answer, Refused)
             self._closed.wait(answer.retry_after_s)
@@ -473,8 +520,10 @@ class Session:
             return
         while self.failure is None and not self._over:
             answer = self.runtime.call(messages.MayEnd(), NEWS_S)
-            if not isinstance(answer, Wait):
+            if not isinstance(answer, messages.StillNeeded):
                 return
+            if self._left_loop and answer.committed_everywhere == self.state.position.step and not self._void:
+                self._settle_end()
             until = time.monotonic() + answer.retry_after_s
             while time.monotonic() < until:
                 self.replica.idle()
@@ -535,6 +584,7 @@ class Session:
     def leave_soon(self, status: int) -> bool:
         """Leave the group between two steps; ``begin`` raises LeaveJob(status) then. False: not in a loop. May be
         called in a signal handler: takes no lock."""
+        self._asked_to_end = True
         if not self._looping or self._leaving is not None:
             return False
         self._leaving_since = time.monotonic()
@@ -608,6 +658,8 @@ class Session:
                     self.tables.pushed = 0  # (what is known of another lineage does not count)
             elif position.step == before.step:
                 position = before  # it may be turned to this loop's dataset already
+            if position.step != before.step:
+                self._done_in = 0
             self._own_lineage = group.lineage
             self._agreed, self._agreed_at = True, position.step
             self._synced = 0
@@ -860,7 +912,8 @@ class Session:
             elif self._warming_up:
                 self._held_back = action
             else:
-                self._synced = 0
+                if action.group.lineage != self.replica.lineage:  # (else news of the same: it is up with that already)
+                    self._synced = 0
                 self.replica.follow(action.group)
 
     def _cut(self, generation: int) -> None:

@@ -242,6 +242,12 @@ class GroupSession(Protocol):
         """The state is again as it was before the warm-up step."""
         ...
 
+    def left_warm_up(self) -> None:
+        """The script left its loop in the warm-up step, of which nothing may count: neither what stands behind the loop
+        nor an error, since the model was not yet the group's. Ends this process, unless it was to end anyway; the next
+        one in its slot has no warm-up step."""
+        ...
+
     def enter(self, dataset: int, until_epoch: int, plan: ShardSchedule, batch_samples: int, largest: int = 0) -> None:
         """Returns when this process is a member of a group and has its state."""
         ...
@@ -263,7 +269,8 @@ class GroupSession(Protocol):
         """The script stands behind a loop."""
         ...
 
-    def done(self, step: StepAttempt, stepped: bool = True) -> None:
+    def done(self, step: StepAttempt, stepped: bool = True, left: bool = False) -> None:
         """A committed (or skipped) step is over, the script's iteration too: the state is now that of the next
-        position. ``stepped``: the script called ``opt.step()`` in it."""
+        position. ``stepped``: the script called ``opt.step()`` in it. ``left``: the script left the loop in it, perhaps
+        by an error, which nobody knows yet: nothing is told or written of the step before the script has gone on."""
         ...

@@ -371,13 +371,16 @@ class GroupSynced(Fact, frozen=True, tag="group_synced"):
 class GroupLeft(Fact, frozen=True, tag="group_left", rename={"lineage": "origin"}):
     """A worker wants to leave at the next boundary of two steps (scale-in, SIGTERM, the loop ended early), or its
     script has ended (DONE). ``lineage``: the generation that began the lineage with which it ended; 0: not said.
-    ``copied``: steps before this one were not its own to tell: it copied a state that has them. Answer: Grouped (the
-    group may still have you: go on until a later one does not) | Wait (the journal lacks copied steps) | Refused (that
-    line has ended: begin anew) | Fenced."""
+    ``copied``: steps before this one were not its own to tell: it copied a state that has them. ``reached``: its state
+    has all steps before this one, the last of which it did in ``generation``; 0: not said. Answer: Grouped (the group
+    may still have you: go on until a later one does not) | Wait (the journal lacks copied steps) | Refused (that line
+    has ended: begin anew) | Fenced."""
 
     reason: LeaveReason
     lineage: Whole = 0
     copied: Whole = 0
+    reached: Whole = 0
+    generation: Whole = 0
 
 
 class StepsCommitted(Fact, frozen=True, tag="steps_committed"):

@@ -37,7 +37,9 @@ Adjust = AdjustBatch | AdjustAccum | AdjustRate
 
 class Asker(msgspec.Struct, rename={"position": "mark"}):
     """Is a worker in its loop. ``synced``: the generation that it follows, 0: none; ``leaving``: why, if it does.
-    ``over``: it was told that its loop is over, and enters nothing until it asks for another one."""
+    ``over``: it was told that its loop is over, and enters nothing until it asks for another one. ``reached``: of one
+    whose script has ended: its state has all steps before this one; the last of them it did in ``reached_in``, 0: it
+    does not say."""
 
     incarnation: Incarnation
     dataset: int
@@ -49,6 +51,8 @@ class Asker(msgspec.Struct, rename={"position": "mark"}):
     leaving: LeaveReason = LeaveReason.STAYS
     over: bool = False
     copy: HeldCopy | None = None
+    reached: int = 0
+    reached_in: int = 0
 
 
 class Leaver(msgspec.Struct, array_like=True):

@@ -58,7 +58,6 @@ from everstep.brain.events import (
     StartProcess,
     StopProcess,
     SupervisionDue,
-    Wait,
 )
 from everstep.brain.job import Phase
 from everstep.brain.schedule_controller import ScheduleController
@@ -614,7 +613,9 @@ class Master:
         return _OK
 
     def _may_end(self, r: wire.MayEnd, who: Sender) -> Answer:
-        return _OK if self.brain.may_end(who.slot, who.incarnation) else Wait(END_LOOK_S)
+        if self.brain.may_end(who.slot, who.incarnation):
+            return _OK
+        return wire.StillNeeded(END_LOOK_S, self.brain.groups.committed_everywhere())
 
     def _copy_places(self, r: wire.CopyPlacesAsked, who: Sender) -> Answer:
         nodes = self.brain.members.nodes.values()

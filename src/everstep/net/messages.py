@@ -77,7 +77,7 @@ class StackTaken(Query, frozen=True, tag="stack_taken"):
 
 class MayEnd(Query, frozen=True, tag="may_end"):
     """From a worker of a group whose script is over: is nobody in need of its state any more? Not journaled. Answer:
-    Ok | Wait | Fenced."""
+    Ok | StillNeeded | Fenced."""
 
 
 class CopyPlacesAsked(Query, frozen=True, tag="copy_places_asked"):
@@ -164,6 +164,14 @@ class SpecReport(msgspec.Struct, frozen=True, tag="spec_report"):
     spec: JobSpec
 
 
+class StillNeeded(Answer, frozen=True, tag="still_needed"):
+    """Ask again in ``retry_after_s`` seconds. ``committed_everywhere``: the scripts of all workers have ended, and the
+    state of each has all steps before this one: they may be told; 0: some may lack some."""
+
+    retry_after_s: float
+    committed_everywhere: int = 0
+
+
 class CopyPlaces(Answer, frozen=True, tag="copy_places"):
     """Lists the agents that keep copies and whose nodes are alive. ``failures``: how often this job needed copies so
     far; ``age_s``: of the job."""
@@ -182,7 +190,7 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     request: RequestType
 
 
-Answered = AnswerType | JobView | SpecReport | StoreValues | CopyPlaces
+Answered = AnswerType | JobView | SpecReport | StoreValues | CopyPlaces | StillNeeded
 
 
 class Return(msgspec.Struct, frozen=True, array_like=True):

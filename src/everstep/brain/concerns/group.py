@@ -167,7 +167,7 @@ class GroupConcern(Concern):
         if e.reason is LeaveReason.DONE and e.lineage == groups.lineage and e.copied > groups.step:
             return [Reply(Wait(UNTOLD_WAIT_S))]  # (those who can tell the steps may be lost yet)
         before = self.groups.last_ones_leave()
-        self._askers.asks_to_leave(record, e.reason)
+        self._askers.asks_to_leave(record, e)
         if e.reason is LeaveReason.DONE and not record.stopping:
             self.duty.ended_well(self.members, record)
         out = self._save_for_leavers(before, event.at)

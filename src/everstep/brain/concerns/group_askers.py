@@ -5,7 +5,7 @@ from __future__ import annotations
 from everstep.brain.concerns.committed_steps import CommittedSteps
 from everstep.brain.concerns.generations import Generations
 from everstep.brain.concerns.group_reader import GroupPart, GroupReader
-from everstep.brain.events import GroupAsked, InstructionType, Refused
+from everstep.brain.events import GroupAsked, GroupLeft, InstructionType, Refused
 from everstep.brain.group import Asker
 from everstep.brain.members import SlotRecord
 from everstep.model.member import Role
@@ -93,10 +93,11 @@ class GroupAskers(GroupPart):
             ask.synced = max(ask.synced, generation)
         return []
 
-    def asks_to_leave(self, record: SlotRecord, reason: LeaveReason) -> None:
-        ask = self.reader.ask_of(record)
+    def asks_to_leave(self, record: SlotRecord, left: GroupLeft) -> None:
+        ask, reason = self.reader.ask_of(record), left.reason
         if ask is not None:
             ask.leaving = reason if reason is LeaveReason.DONE else ask.leaving or reason or LeaveReason.ASKED
+            ask.reached, ask.reached_in = left.reached, left.generation
 
     def ended(self, record: SlotRecord, clean: bool) -> None:
         """A process is no more, or is declared lost. ``clean``: it left by itself, as it was told to."""

@@ -37,7 +37,7 @@ class GroupEndingConcern(Concern):
         """Whether a worker of a group whose script has ended may go: nobody will need its state any more."""
         if not self.groups.has_state(record):
             return True
-        if not self.duty.done:
+        if not self.duty.done or self.groups.committed_everywhere() > self.state.groups.step:
             return False
         writing, groups = self.checkpoints.writing, self.state.groups
         if writing is None or writing.reason is not CheckpointReason.FINAL:
@@ -46,7 +46,8 @@ class GroupEndingConcern(Concern):
 
     def _final_replica(self, at: float) -> Out:
         """Have the model written, in mode allreduce: the first worker whose script is over writes what the job ends
-        with; another one, if it is lost before that is done."""
+        with; another one, if it is lost before that is done. Before all data is trained, some may train on without
+        those that left their loop: it is the state of who has ended last."""
         checkpoints, groups = self.checkpoints, self.state.groups
         if not groups.lineage or not ends_with_checkpoint(self.job.spec):
             return []
@@ -55,7 +56,7 @@ class GroupEndingConcern(Concern):
             return []
         records = [s for s in self.members.workers.values() if s.running and not s.stopping]
         through = [s for s in records if self.groups.has_ended(s) and self.groups.has_state(s)]
-        if not through:
+        if not through or not (self.groups.data_done() or all(map(self.groups.has_ended, records))):
             return []
         if groups.final_for == groups.lineage:
             if writing is not None and writing.reason is CheckpointReason.FINAL:

@@ -237,6 +237,17 @@ class GroupReader:
         ask = self.ask_of(record)
         return ask is not None and ask.leaving is LeaveReason.DONE
 
+    def committed_everywhere(self) -> int:
+        """Return, where the scripts of all workers that trained in a group have ended, the step before which the states
+        of all have the same steps, so that these may be told; 0: some may lack some. (Who left its loop in the midst of
+        an iteration cannot know that by a vote.) Newcomers have, or will copy, a state of one of these."""
+        ends: set[tuple[int, int]] = set()
+        for slot, ask in self.group_state.asked.items():
+            done, life = ask.leaving is LeaveReason.DONE, self.group_state.entered.get(slot, (0, 0))[0]
+            if self.living(slot, ask.incarnation) is not None and (done or life == ask.incarnation):
+                ends.add((ask.reached if done else 0, ask.reached_in))
+        return ends.pop()[0] if len(ends) == 1 and all(generation for _, generation in ends) else 0
+
     def has_state(self, record: SlotRecord) -> bool:
         """Return whether this process has the state of all committed steps for certain."""
         group, m = self.group_state.group, record.member
