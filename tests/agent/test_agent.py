@@ -191,6 +191,10 @@ def gone(pid: int) -> bool:
         os.close(fd)
 
 
+def gone_now(pid: int) -> bool:
+    return not Path(f"/proc/{pid}").exists()
+
+
 def test_killed_members_are_reported_and_everything_ends_with_the_job(stage: Stage) -> None:
     pids: list[int] = []
 
@@ -225,6 +229,47 @@ def test_a_newer_incarnation_replaces_an_older_one_that_still_runs(stage: Stage)
         assert stage.pid(Role.WORKER, 2)
 
     stage.run(play)
+
+
+def test_a_ps_that_dies_is_told_at_once_and_the_next_one_is_started_when_it_is_gone(stage: Stage) -> None:
+    """Its memory may be gigabytes, and takes a while to be free."""
+
+    def play() -> None:
+        stage.start(Role.PS, 1)
+        old = stage.pid(Role.PS, 1)
+        entry = stage.agent._running[Role.PS, Slot(0)]
+        for _ in range(2):
+            stage.agent.post(lambda: stage.agent._dies(entry, -signal.SIGKILL))
+        stage.told.wait_for(stage.told.exits)
+        stage.start(Role.PS, 2)
+        stage.start(Role.PS, 3)
+        until(lambda: stage.agent._newest[Role.PS, Slot(0)] == 3)
+        time.sleep(0.2)
+        assert stage.agent._running[Role.PS, Slot(0)].pid == 0 and not gone_now(old)
+        os.kill(old, signal.SIGKILL)
+        assert stage.pid(Role.PS, 3) != old
+        assert not stage.agent._dying and not stage.agent._behind
+        exits = [(e.incarnation, e.status) for e in stage.told.exits()]
+        assert exits == [(1, -signal.SIGKILL), (2, -signal.SIGKILL)]
+        stage.agent.post(lambda: stage.agent._dies(entry, -signal.SIGKILL))  # late
+
+    assert stage.run(play).exit_code == 0
+
+
+def test_a_job_may_end_while_a_ps_dies(stage: Stage) -> None:
+    pids: list[int] = []
+
+    def play() -> None:
+        stage.start(Role.PS, 1)
+        pids.append(stage.pid(Role.PS, 1))
+        entry = stage.agent._running[Role.PS, Slot(0)]
+        stage.agent.post(lambda: stage.agent._dies(entry, -signal.SIGKILL))
+        stage.told.wait_for(stage.told.exits)
+        stage.start(Role.PS, 2)
+        threading.Timer(0.3, os.kill, (pids[0], signal.SIGKILL)).start()
+
+    assert stage.run(play).exit_code == 0
+    assert all(gone(pid) for pid in pids)
 
 
 def test_end_is_sigterm_then_sigkill_and_harmless_when_repeated(stage: Stage) -> None:

@@ -60,6 +60,7 @@ from everstep.model.member import Address, Role
 from everstep.model.notice import Certainty, Notice
 from everstep.model.process_size import ProcessSize
 from everstep.monitor.cgroup_memory import MemoryGroup
+from everstep.monitor.life_lock import DeathWatch, life_lock
 from everstep.monitor.memory_room import is_unbound, limit_of_process, memory_of_node, raise_limit
 from everstep.monitor.process_readings import clean_hardware, hardware_class, machine_name
 from everstep.monitor.vitals import read_vitals
@@ -146,6 +147,7 @@ class Running(msgspec.Struct):
     killed: bool = False  # by this agent
     local: int = 0  # a worker's number on this node: which GPU it takes (``job.device``)
     size: ProcessSize = ProcessSize()
+    watch: DeathWatch | None = None
 
     @property
     def name(self) -> str:
@@ -209,6 +211,8 @@ class Agent:
         self._template_budget = RestartBudget(limit=5)
         self._template_started_at = 0.0
         self._spare: SparePs | None = None
+        self._dying: dict[Slot, Running] = {}  # ps whose end is told, and whose memory is not free yet
+        self._behind: dict[Slot, Running] = {}  # ps that are started when those are gone
         self._ps_started_at = 0.0
         self._cut_off = CutOff(spec.cut_off_s, spec.rejoin_s)
         self._hung = Hung(spec.master_silent_s, spec.master_lost_s)
@@ -874,6 +878,8 @@ class Agent:
                 self._after(order.after_s, lambda: self._fork_late(entry))
             else:
                 self._ask_fork(entry)
+        elif order.slot in self._dying:
+            self._behind[order.slot] = entry
         elif order.role == Role.PS:
             self._spawn_ps(entry)
 
@@ -892,9 +898,13 @@ class Agent:
         else:
             process = self._spare_becomes(entry, PsRole(tuple(args), str(log)))
         if process is None:
-            process = spawn(entry.name, python_argv("everstep.ps", *args), log, env=env)
+            process = spawn(entry.name, python_argv("everstep.ps", *args), log, env=env, life=life_lock())
         with self._lock:
             entry.process, entry.pid, entry.pidfd = process, process.pid, process.fileno()
+        if process.life is not None:
+            entry.watch = DeathWatch(
+                process.life, process.pid, lambda status: self.post(lambda: self._dies(entry, status))
+            )
         self._selector.register(process, selectors.EVENT_READ, lambda: self._ps_ended(entry))
         self.log(f"{entry.name} #{entry.incarnation} started, pid {entry.pid}")
         self._ps_started_at = time.monotonic()
@@ -938,6 +948,13 @@ class Agent:
                 self._selector.unregister(spare.process)
             spare.end()
 
+    def _dies(self, entry: Running, status: int) -> None:
+        """A ps does nothing any more: that is told at once, so that others serve what it had. Who takes its place is
+        started when it is gone, and its memory free."""
+        if entry.process is not None and entry.status is None:
+            self._dying[entry.slot] = entry
+            self._ended(entry, status)
+
     def _ps_ended(self, entry: Running) -> None:
         process = entry.process
         limit_bytes = limit_of_process(entry.pid) if process is not None and process.wait(0.0) else 0
@@ -947,7 +964,14 @@ class Agent:
         self._selector.unregister(process)
         process.close()
         entry.process, entry.pidfd = None, -1
+        if entry.watch is not None:
+            entry.watch.close()
         self._ended(entry, status, limit_bytes)
+        if self._dying.get(entry.slot) is entry:
+            del self._dying[entry.slot]
+            late = self._behind.pop(entry.slot, None)
+            if late is not None and late.status is None and not self._leaving:
+                self._spawn_ps(late)
 
     def _end(self, order: StopProcess) -> None:
         entry = self._running.get((order.role, order.slot))
@@ -1138,8 +1162,10 @@ class Agent:
     def _kill_all(self) -> None:
         """Send SIGKILL to all that this agent started, and see that it is gone."""
         self._end_spare()
-        for entry in list(self._running.values()):
-            if entry.status is None:
+        for entry in [*self._dying.values(), *self._running.values()]:
+            if entry.watch is not None:
+                entry.watch.close()
+            if entry.status is None or entry.process is not None:
                 self._kill(entry)
                 if entry.process is not None:
                     entry.process.wait(KILL_AFTER_S)

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
+from everstep.monitor.life_lock import life_lock
 from everstep.platforms.local import LocalProcess, python_argv, spawn
 from everstep.ps.spare import FLAG, PsRole, encode_role
 
@@ -27,7 +28,9 @@ class SparePs:
         try:
             argv = python_argv("everstep.ps", FLAG)
             log = run_dir / "logs" / "ps-spare.log"
-            self.process: LocalProcess = spawn("ps (spare)", argv, log, env=env, stdin=theirs.fileno())
+            self.process: LocalProcess = spawn(
+                "ps (spare)", argv, log, env=env, stdin=theirs.fileno(), life=life_lock()
+            )
         except BaseException:
             ours.close()
             raise

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from everstep.monitor.life_lock import VARIABLE, LifeLock
 from everstep.storage.atomic import private
 
 _PR_SET_PDEATHSIG = 1
@@ -69,10 +70,10 @@ def sweep_group(pid: int) -> None:
 
 
 class LocalProcess:
-    """Is a child of this process. ``fileno`` is readable once it has ended."""
+    """Is a child of this process. ``fileno`` is readable once it has ended. ``life``: the lock that it may hold."""
 
-    def __init__(self, name: str, popen: subprocess.Popen[bytes]) -> None:
-        self.name = name
+    def __init__(self, name: str, popen: subprocess.Popen[bytes], life: LifeLock | None = None) -> None:
+        self.name, self.life = name, life
         self.pid = popen.pid
         self.started_at = time.monotonic()
         self._popen = popen
@@ -111,9 +112,14 @@ def spawn(
     cwd: Path | None = None,
     pass_fds: Sequence[int] = (),
     stdin: int = subprocess.DEVNULL,
+    life: LifeLock | None = None,
 ) -> LocalProcess:
     """Start a process: stdin empty, or the descriptor ``stdin``; stdout and stderr appended to ``log``. Call it from
-    a thread that lives as long as the child shall (the kernel's "parent" is the thread)."""
+    a thread that lives as long as the child shall (the kernel's "parent" is the thread). ``life``: given to the child,
+    which holds it by ``hold_life_lock``."""
+    if life is not None:
+        env = {**(os.environ if env is None else env), VARIABLE: str(life.fd)}
+        pass_fds = (*pass_fds, life.fd)
     with open(log, "ab", opener=private) as out:
         popen = subprocess.Popen(
             list(argv),
@@ -125,7 +131,9 @@ def spawn(
             pass_fds=tuple(pass_fds),
             preexec_fn=before_exec(os.getpid()),
         )
-    return LocalProcess(name, popen)
+    if life is not None:
+        life.started()
+    return LocalProcess(name, popen, life)
 
 
 def python_argv(module: str, *args: str) -> list[str]:

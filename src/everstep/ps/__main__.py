@@ -17,6 +17,7 @@ from everstep import faultpoints
 from everstep.errors import EverstepError
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.memory_limit import MEMORY_STATUS
+from everstep.monitor.life_lock import hold_life_lock
 from everstep.monitor.memory_room import bound_memory
 from everstep.net.log import log_plainly
 from everstep.net.strangers import allow_many_descriptors
@@ -37,6 +38,7 @@ def processors_of(slot: int, threads: int, free: Set[int]) -> set[int]:
 
 def main() -> int:
     """Run the ps; return the process's exit code."""
+    hold_life_lock()
     words = sys.argv[1:]
     if words[:1] == [FLAG]:
         role = wait_for_role()
