@@ -35,7 +35,7 @@ _libc = ctypes.CDLL(None)
 
 
 class _Time(ctypes.Structure):
-    _fields_: Final = [("s", ctypes.c_long), ("ns", ctypes.c_long)]  # struct timespec
+    _fields_ = (("s", ctypes.c_long), ("ns", ctypes.c_long))  # struct timespec
 
 
 class LifeLock:
