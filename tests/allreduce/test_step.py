@@ -17,6 +17,7 @@ from torch import nn
 
 from everstep.allreduce import gradient_buckets
 from everstep.config.spec import JobSpec
+from everstep.errors import ScriptError
 from everstep.model.group import Position, StepSplit
 
 
@@ -359,6 +360,30 @@ def test_leaving_the_loop_early_keeps_what_is_committed() -> None:
 
     for state in run_group(2, JobSpec(workers=2), script):
         close(state, plain(16))
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_a_loop_that_was_left_is_not_begun_again(at: int) -> None:
+    """Plain PyTorch would begin a new epoch (of three steps here). What was left with its last step is over."""
+
+    def script(member: Member) -> tuple[int, str]:
+        model = member.replicate(net())
+        opt = member.optimizer(adam(model))
+        loader = ListLoader(data(), 8)
+        try:
+            for number in range(2):
+                for one in member.engine.steps(loader, 0, number + 1):
+                    opt.zero_grad()
+                    loss_of(model, one).backward()
+                    opt.step()
+                    if not number and member.engine.step_number == at - 1:
+                        break
+        except ScriptError as error:
+            return len(member.session.log), str(error)
+        return len(member.session.log), ""
+
+    for steps, error in run_group(2, JobSpec(workers=2), script):
+        assert (steps, "begins a new epoch" in error) == ((at, True) if at < 3 else (6, False)), error
 
 
 def test_parameters_frozen_and_thawed_in_mid_loop_stay_the_same_on_all() -> None:

@@ -117,7 +117,7 @@ def test_a_batch_that_does_not_fit_is_computed_in_passes_that_do(job: Any, monke
     cannot = RuntimeError("[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory: you tried")
     for error, batch_of in ((cannot, BATCH), (torch.OutOfMemoryError("CUDA out of memory."), 2), (KeyError("x"), 2)):
         with pytest.raises(type(error)):
-            for _ in job.steps(job.loader(data(), BATCH)):
+            for _ in job.steps(job.loader(data(), BATCH, name=type(error).__name__)):
                 job._engine.loader_batch = batch_of  # as if a plan had made the pass larger
                 raise error
         assert pass_too_large(error) == ((0, False) if isinstance(error, KeyError) else (BATCH, batch_of < BATCH))

@@ -41,6 +41,7 @@ from everstep.allreduce.sharded import ShardedReducer, refuse_replaced
 from everstep.allreduce.step import Collective, GroupSession, LeaveJob, StepAttempt, StepTables, VoteOutcome
 from everstep.allreduce.warm_up import warm_up
 from everstep.config.spec import JobSpec
+from everstep.data.loader import left_before
 from everstep.data.random_streams import STREAMS, seed_range, seed_streams
 from everstep.errors import EverstepError, NonFiniteGradientError, PlatformError, ScriptError
 from everstep.ids import LeaseNo
@@ -174,6 +175,8 @@ class GroupEngine:
         self.registered = 0  # loops begun
         self.unit = Unit(0, 1, [])  # the processes of this worker
         self._saved = SavedScript(self.inner, self.tracked)
+        self._left: dict[int, tuple[int, int]] = {}  # by dataset: where the script left its last loop over it
+        self._samples_total = 0  # of an epoch
         self.several = False  # iterations of several rounds were seen
         self._leaving_loop = False
         self._normed = False  # looked for in steps of several passes
@@ -433,12 +436,15 @@ class GroupEngine:
                 f"largest_batch={largest} is below batch_size={loader.batch_size}: a logical worker's part of a step "
                 "is computed at once, or its bits would be others; use a smaller batch_size, and more logical workers"
             )
+        first_epoch, self._loop_begin = until_epoch - loader.epochs, -1
+        if self._left.pop(dataset, (first_epoch, 0)) < (first_epoch, 0):
+            raise left_before(plan)
+        self._samples_total = plan.samples
         self.loader_batch, self._largest_batch = loader.batch_size, largest
         looks = 0 if self.alone or self.divided else OUTSIDE_STEPS
         streams = None if self.alone and not self.spec.logical_workers else LoopStreams()
         reader = self._reader = PrefetchReader(loader.read, prefetch=not self.alone)
         enumerated = Enumerated(sys._getframe())
-        first_epoch, self._loop_begin = until_epoch - loader.epochs, -1
         draws = getattr(loader, "may_draw", False)
         if draws:
             STREAMS.take()
@@ -744,7 +750,9 @@ class GroupEngine:
             finally:
                 self._leaving_loop = False
             reducer.buffers.show_late()
+            self._left[step.dataset] = (step.epoch, step.hi) if step.hi < self._samples_total else (step.epoch + 1, 0)
             return
+        self._left[step.dataset] = step.epoch, step.lo
         reducer.buffers.roll_back()
         reducer.put_back()
         self._saved.restore()

@@ -15,7 +15,7 @@ from everstep.api.step_builder import StepBuilder
 from everstep.api.step_pusher import StepPusher
 from everstep.api.tables import TableSet
 from everstep.brain.events import Fenced, PlanRegistered, Refused, Registered
-from everstep.data.loader import Loader
+from everstep.data.loader import Loader, left_before
 from everstep.data.random_streams import STREAMS, seed_range
 from everstep.errors import DataError, FencedError, InternalError, NonFiniteGradientError, ScriptError
 from everstep.model.shard import split_key
@@ -51,6 +51,7 @@ class PsLoop:
         self.looping = False
         self._batch_s = 0.0  # compute of one batch, smoothed
         self._epochs_done: dict[str, int] = {}  # by plan
+        self._left: set[str] = set()  # plans of which the script left a loop before its end
 
     def __repr__(self) -> str:
         return f"<PsLoop {self.registered}, {self.batches} batches>"
@@ -92,6 +93,7 @@ class PsLoop:
             if complete:
                 self._complete()
             else:
+                self._left.add(loader.plan().name)
                 self.leave("the loop ended early" if not failed else "the script failed")
 
     def leave(self, reason: str) -> None:
@@ -138,6 +140,8 @@ class PsLoop:
                 "batch_size, or --consistency sync"
             )
         plan = loader.plan()
+        if plan.name in self._left:
+            raise left_before(plan)
         first = self._epochs_done.get(plan.name, 0)
         until = first + loader.epochs
         dataset = self._register(plan, first, until)

@@ -17,7 +17,7 @@ from everstep.data.shard_schedule import make_plan
 from everstep.data.source import MEMORY_BYTES, DataSource, open_source
 from everstep.data.split import DataSplit, parse_split
 from everstep.data.torchloader import refuse, unpack
-from everstep.errors import DataError
+from everstep.errors import DataError, ScriptError
 from everstep.model.shard import ShardSchedule
 
 TensorBatch = dict[str, torch.Tensor]
@@ -226,6 +226,16 @@ class Loader:
             return transform(batch)
         seed = batch_seed(self.seed, epoch, int(rows[0]))
         return in_streams_of(seed, lambda: transform(batch), self._transforming)
+
+
+def left_before(plan: ShardSchedule) -> ScriptError:
+    """Return what to raise for a loop over a dataset of which the script left its last loop in the midst: it would go
+    on with what that has left, and plain PyTorch begins a new epoch."""
+    return ScriptError(
+        f"job.steps() again over dataset {plan.name!r}, of which this script left its last loop before the end: "
+        "it would go on there, and plain PyTorch begins a new epoch. Make it one loop (job.loader(..., epochs=N)) that "
+        "is left once, or give each loop data of its own (job.loader(part, name=...))"
+    )
 
 
 def as_torch(array: np.ndarray[Any, Any]) -> Any:
