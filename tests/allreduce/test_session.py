@@ -542,14 +542,19 @@ def test_a_step_in_which_the_only_script_left_its_loop_is_told_when_the_script_h
 
 def test_a_next_loop_shows_that_the_script_went_on(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also to checkpoints, of which there would be none in a script that leaves each of its loops."""
-    saved: list[int] = []
-    monkeypatch.setattr(Keeper, "boundary", lambda self, saves=True: saved.append(self.state.position.step * saves))
-    monkeypatch.setattr(Keeper, "idle", lambda self: saved.append(-self.state.position.step))
+    saved: list[tuple[str, int]] = []
+    monkeypatch.setattr(
+        Keeper, "boundary", lambda self, saves=True: saved.append((f"boundary {saves}", self.state.position.step))
+    )
+    monkeypatch.setattr(Keeper, "idle", lambda self: saved.append(("between", self.state.position.step)))
     world.loops, world.leave_at = [(0, 1)] * 3, -2  # each
     (member,) = world.start(0)
     world.publish(0)
     world.wait(lambda: bool(member.ended))
-    assert member.committed == [0, 1, 2] and saved == [0, -1, 0, -2, 0]
+    boundaries = [("boundary False", step) for step in (1, 2, 3)]
+    assert member.committed == [0, 1, 2] and [one for one in saved if one[0] != "between"] == boundaries
+    for step in (1, 2):
+        assert saved.index(("between", step)) > saved.index(("boundary False", step))
     world.wait(lambda: max((c.last for c in world.steps), default=-1) == 1)
 
 
