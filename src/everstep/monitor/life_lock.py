@@ -113,9 +113,9 @@ class DeathWatch:
 
     def __init__(self, lock: LifeLock, pid: int, tell: Callable[[int], None]) -> None:
         """Call ``tell`` with minus the signal's number, once, on that thread; never if it ends in another way."""
-        self._lock, self._pid, self._tell = lock, pid, tell
-        self._over = False
-        self._thread = threading.Thread(target=self._run, name=f"everstep-life-{pid}", daemon=True)
+        self._pid, self._over = pid, threading.Event()
+        arguments = lock, pid, tell, self._over
+        self._thread = threading.Thread(target=_watch, args=arguments, name=f"everstep-life-{pid}", daemon=True)
         self._thread.start()
 
     def __repr__(self) -> str:
@@ -123,19 +123,19 @@ class DeathWatch:
 
     def close(self) -> None:
         """The process is gone: its number may be another's."""
-        self._over = True
+        self._over.set()
 
-    def _run(self) -> None:
-        while not self._lock.held:
-            if self._over:
-                return
-            time.sleep(_LOOK_S)
-        while (dying := self._lock.wait(_WAIT_S)) is None:
-            if self._over:
-                return
-        signo = killed_by(self._pid) if dying else 0
-        if signo and not self._over:
-            self._tell(-signo)
+
+def _watch(lock: LifeLock, pid: int, tell: Callable[[int], None], over: threading.Event) -> None:
+    while not lock.held:
+        if over.wait(_LOOK_S):
+            return
+    while (dying := lock.wait(_WAIT_S)) is None:
+        if over.is_set():
+            return
+    signo = killed_by(pid) if dying else 0
+    if signo and not over.is_set():
+        tell(-signo)
 
 
 def life_lock() -> LifeLock | None:
