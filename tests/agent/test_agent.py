@@ -248,7 +248,7 @@ def test_a_ps_that_dies_is_told_at_once_and_the_next_one_is_started_when_it_is_g
         assert stage.agent._running[Role.PS, Slot(0)].pid == 0 and not gone_now(old)
         os.kill(old, signal.SIGKILL)
         assert stage.pid(Role.PS, 3) != old
-        assert not stage.agent._dying and not stage.agent._behind
+        assert not stage.agent._dying
         exits = [(e.incarnation, e.status) for e in stage.told.exits()]
         assert exits == [(1, -signal.SIGKILL), (2, -signal.SIGKILL)]
         stage.agent.post(lambda: stage.agent._dies(entry, -signal.SIGKILL))  # late

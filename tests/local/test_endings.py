@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -98,15 +96,7 @@ class EndRun(Run):
         assert len((self.folder / "uploads").read_text().split()) == 1, "job.once was done twice"
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[EndRun]:
-    run = EndRun(tmp_path)
-    try:
-        yield run
-    finally:
-        run.close()
-
-
+RUN = EndRun
 PS, GROUP, HYBRID = ("--ps", "1"), ("--mode", "allreduce"), ("--mode", "allreduce", "--ps", "1")
 
 

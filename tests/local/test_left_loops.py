@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -68,13 +66,7 @@ class LeftRun(Run):
         assert code == 0 and f"steps committed {steps}," in out, out
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[LeftRun]:
-    run = LeftRun(tmp_path)
-    try:
-        yield run
-    finally:
-        run.close()
+RUN = LeftRun
 
 
 def plain(steps: int, batch: int) -> torch.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -71,15 +70,7 @@ class ModelRun(Run):
         return found
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[ModelRun]:
-    run = ModelRun(tmp_path)
-    try:
-        yield run
-    finally:
-        run.close()
-
-
+RUN = ModelRun
 PS, GROUP, HYBRID = ("--ps", "2"), ("--mode", "allreduce"), ("--mode", "allreduce", "--ps", "1")
 
 

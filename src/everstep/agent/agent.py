@@ -212,7 +212,6 @@ class Agent:
         self._template_started_at = 0.0
         self._spare: SparePs | None = None
         self._dying: dict[Slot, Running] = {}  # ps whose end is told, and whose memory is not free yet
-        self._behind: dict[Slot, Running] = {}  # ps that are started when those are gone
         self._ps_started_at = 0.0
         self._cut_off = CutOff(spec.cut_off_s, spec.rejoin_s)
         self._hung = Hung(spec.master_silent_s, spec.master_lost_s)
@@ -878,9 +877,7 @@ class Agent:
                 self._after(order.after_s, lambda: self._fork_late(entry))
             else:
                 self._ask_fork(entry)
-        elif order.slot in self._dying:
-            self._behind[order.slot] = entry
-        elif order.role == Role.PS:
+        elif order.role == Role.PS and order.slot not in self._dying:  # (else when that one is gone)
             self._spawn_ps(entry)
 
     def _spawn_ps(self, entry: Running) -> None:
@@ -969,7 +966,7 @@ class Agent:
         self._ended(entry, status, limit_bytes)
         if self._dying.get(entry.slot) is entry:
             del self._dying[entry.slot]
-            late = self._behind.pop(entry.slot, None)
+            late = self._running.get((entry.role, entry.slot))
             if late is not None and late.status is None and not self._leaving:
                 self._spawn_ps(late)
 

@@ -16,9 +16,9 @@ import socket
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import Final
 
+from everstep.monitor.vitals import stat_fields
 from everstep.platforms.local import die_with_parent
 
 VARIABLE: Final = "EVERSTEP_UNIT"
@@ -127,7 +127,7 @@ def await_followers() -> None:
 def _state(pid: int) -> str:
     """Return a process's state as in ``ps``: R, S, T (stopped), ...; "?" once it is gone."""
     try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0].decode()
+        return stat_fields(pid)[0].decode()
     except (OSError, IndexError):
         return "?"
 

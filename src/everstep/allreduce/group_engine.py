@@ -176,7 +176,6 @@ class GroupEngine:
         self.unit = Unit(0, 1, [])  # the processes of this worker
         self._saved = SavedScript(self.inner, self.tracked)
         self._left: dict[int, tuple[int, int]] = {}  # by dataset: where the script left its last loop over it
-        self._samples_total = 0  # of an epoch
         self.several = False  # iterations of several rounds were seen
         self._leaving_loop = False
         self._normed = False  # looked for in steps of several passes
@@ -437,9 +436,9 @@ class GroupEngine:
                 "is computed at once, or its bits would be others; use a smaller batch_size, and more logical workers"
             )
         first_epoch, self._loop_begin = until_epoch - loader.epochs, -1
-        if self._left.pop(dataset, (first_epoch, 0)) < (first_epoch, 0):
+        epoch, sample = self._left.pop(dataset, (first_epoch, 0))
+        if epoch + (sample == plan.samples) < first_epoch:
             raise left_before(plan)
-        self._samples_total = plan.samples
         self.loader_batch, self._largest_batch = loader.batch_size, largest
         looks = 0 if self.alone or self.divided else OUTSIDE_STEPS
         streams = None if self.alone and not self.spec.logical_workers else LoopStreams()
@@ -750,7 +749,7 @@ class GroupEngine:
             finally:
                 self._leaving_loop = False
             reducer.buffers.show_late()
-            self._left[step.dataset] = (step.epoch, step.hi) if step.hi < self._samples_total else (step.epoch + 1, 0)
+            self._left[step.dataset] = step.epoch, step.hi
             return
         self._left[step.dataset] = step.epoch, step.lo
         reducer.buffers.roll_back()

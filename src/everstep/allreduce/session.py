@@ -290,9 +290,7 @@ class Session:
         self._say_synced()
         joined = self._join()
         left, self._left_loop = self._left_loop, False
-        if left and joined is not None:  # the script has gone on behind the loop that it left
-            if joined[0].size == 1:
-                self._settle(self.state.position.step)
+        if left and joined is not None:  # the script has gone on: the next vote says that its last step is done
             self.replica.idle()
 
     def _tell_copied(self, copy: CopyToBegin) -> None:

@@ -17,8 +17,9 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Final
+
+from everstep.monitor.vitals import stat_fields
 
 VARIABLE: Final = "EVERSTEP_LIFE_FD"
 """In the child's environment: the descriptor of the shared page."""
@@ -101,7 +102,7 @@ def hold_life_lock() -> bool:
 def killed_by(pid: int) -> int:
     """Return the number of the signal that a process is dying of; 0: it is not, or ends by itself."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = stat_fields(pid)
         dying = int(fields[_FLAGS]) & _EXITING
         return int(fields[_EXIT_CODE]) & 0x7F if dying else 0
     except (OSError, ValueError, IndexError):

@@ -22,10 +22,16 @@ class Vitals(NamedTuple):
         return self.state not in STOPPED
 
 
+def stat_fields(pid: int, proc: Path = Path("/proc")) -> list[bytes]:
+    """Return what /proc/PID/stat says behind the process's name (proc_pid_stat(5), from its field 3 on). Raises
+    OSError: there is no such process."""
+    return (proc / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
+
+
 def read_vitals(pid: int, proc: Path = Path("/proc")) -> Vitals | None:
     """None: there is no such process, or it has ended."""
     try:
-        fields = (proc / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
+        fields = stat_fields(pid, proc)
         state = fields[0].decode()
         if state in _GONE:
             return None

@@ -94,10 +94,13 @@ class GroupAskers(GroupPart):
         return []
 
     def asks_to_leave(self, record: SlotRecord, left: GroupLeft) -> None:
-        ask, reason = self.reader.ask_of(record), left.reason
-        if ask is not None:
-            ask.leaving = reason if reason is LeaveReason.DONE else ask.leaving or reason or LeaveReason.ASKED
-            ask.reached, ask.reached_in = left.reached, left.generation
+        ask = self.reader.ask_of(record)
+        if ask is None:
+            return
+        if left.reason is LeaveReason.DONE:
+            ask.leaving, ask.reached, ask.reached_in = left.reason, left.reached, left.generation
+        else:
+            ask.leaving = ask.leaving or left.reason or LeaveReason.ASKED
 
     def ended(self, record: SlotRecord, clean: bool) -> None:
         """A process is no more, or is declared lost. ``clean``: it left by itself, as it was told to."""

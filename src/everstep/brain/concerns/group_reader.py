@@ -245,7 +245,7 @@ class GroupReader:
         for slot, ask in self.group_state.asked.items():
             done, life = ask.leaving is LeaveReason.DONE, self.group_state.entered.get(slot, (0, 0))[0]
             if self.living(slot, ask.incarnation) is not None and (done or life == ask.incarnation):
-                ends.add((ask.reached if done else 0, ask.reached_in))
+                ends.add((ask.reached, ask.reached_in))
         return ends.pop()[0] if len(ends) == 1 and all(generation for _, generation in ends) else 0
 
     def has_state(self, record: SlotRecord) -> bool:
